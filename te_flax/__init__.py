@@ -1,0 +1,1 @@
+"""te_flax: Flax NNX layers for low-precision training."""

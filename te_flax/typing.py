@@ -1,0 +1,16 @@
+"""Shape and dtype vocabulary shared by the whole library."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+Array = jax.Array
+Shape = tuple[int, ...]
+Axes = tuple[str | None, ...]
+Initializer = Callable[..., Any]
+
+FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
+FP8 = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
+FP8_MAX = {"e4m3": 448.0, "e5m2": 57344.0}
