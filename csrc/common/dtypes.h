@@ -1,0 +1,48 @@
+// The array types that handlers meet, and the switch over them.
+#ifndef TE_FLAX_COMMON_DTYPES_H_
+#define TE_FLAX_COMMON_DTYPES_H_
+
+#include <cstdint>
+#include <string_view>
+
+#include "common/ffi.h"
+
+namespace te_flax {
+
+// High-precision inputs; the values index the per-type kernels of cpu::Kernels.
+enum class Float : int { kF32 = 0, kBf16 = 1, kF16 = 2 };
+
+// FP8 code formats: e4m3 is float8_e4m3fn (max 448), e5m2 is float8_e5m2 (max 57344).
+enum class Format : int { kE4M3 = 0, kE5M2 = 1 };
+
+inline ffi::ErrorOr<Float> FloatOf(std::string_view where, std::string_view argument,
+                                   ffi::DataType type) {
+  switch (type) {
+    case ffi::DataType::F32:
+      return Float::kF32;
+    case ffi::DataType::BF16:
+      return Float::kBf16;
+    case ffi::DataType::F16:
+      return Float::kF16;
+    default:
+      return ffi::Unexpected(Invalid(where, argument, "be float32, bfloat16 or float16",
+                                     "type " + std::to_string(static_cast<int>(type)), kReport));
+  }
+}
+
+inline ffi::ErrorOr<Format> FormatOf(std::string_view where, std::string_view argument,
+                                     ffi::DataType type) {
+  switch (type) {
+    case ffi::DataType::F8E4M3FN:
+      return Format::kE4M3;
+    case ffi::DataType::F8E5M2:
+      return Format::kE5M2;
+    default:
+      return ffi::Unexpected(Invalid(where, argument, "be float8_e4m3fn or float8_e5m2",
+                                     "type " + std::to_string(static_cast<int>(type)), kReport));
+  }
+}
+
+}  // namespace te_flax
+
+#endif  // TE_FLAX_COMMON_DTYPES_H_
