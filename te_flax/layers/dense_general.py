@@ -1,0 +1,287 @@
+"""DenseGeneral: nnx.LinearGeneral whose product follows the recipe."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from flax.nnx.nn import dtypes
+from jax.sharding import NamedSharding, PartitionSpec
+
+from te_flax import sharding
+from te_flax.errors import check_float64, message
+from te_flax.functional.dense import Amaxes, DenseConfig, dense
+from te_flax.layers._params import init_param
+from te_flax.ops._choice import current as current_kernels
+from te_flax.recipe.base import Recipe
+from te_flax.recipe.context import resolve, tracked
+from te_flax.recipe.state import Fp8State, amax_axes
+from te_flax.typing import FLOATS, Array, Axes, Initializer
+
+
+class DenseGeneral(nnx.Module):
+    """Linear map over one or several axes: ``y = x . kernel + bias``.
+
+    Without a recipe it equals :class:`flax.nnx.LinearGeneral`. Under one, x, kernel
+    and dy are quantized, each in one pass, and all three products read the codes.
+
+    Args:
+        in_features: size of each contracted axis; int or tuple.
+        out_features: size of each new axis; int or tuple.
+        axis: contracted axes of the input, as many as ``in_features``.
+        use_bias: whether to add a bias.
+        dtype: of the computation and of y; None promotes the input's with the
+            parameters'. A recipe reads the kernel in ``param_dtype`` all the same.
+        param_dtype: of the parameters.
+        precision: of the product without a recipe, as in ``jax.lax.dot_general``.
+        kernel_init: called with the kernel's 2-D shape.
+        bias_init: called with the bias's 1-D shape.
+        promote_dtype: as in :class:`flax.nnx.LinearGeneral`.
+        preferred_element_type: dtype of y; None takes the computation's.
+        kernel_axes: a logical axis, or None, for each dim of the kernel.
+        bias_axes: a logical axis, or None, for each dim of the bias.
+        input_axes: a logical axis, or None, for each dim of the input.
+        transpose_batch_sequence: whether inputs are ``[sequence, batch, ...]``;
+            ``input_axes`` stays in batch-first order and is turned round.
+        recipe: beats the recipe of :func:`te_flax.autocast`; None follows it;
+            ``te_flax.HIGH_PRECISION`` never quantizes.
+        amax_history_len: entries of the amax histories; None takes the recipe's in
+            context, else 1024.
+        kernel_metadata: metadata of the kernel's variable.
+        bias_metadata: metadata of the bias's variable.
+        rngs: key for the parameters.
+
+    Raises:
+        ValueError: ``in_features`` and ``axis`` differ in length, a feature is < 1, or
+            an ``*_axes`` names another number of dims.
+
+    Example:
+        >>> import jax.numpy as jnp, te_flax as te
+        >>> from flax import nnx
+        >>> layer = te.DenseGeneral(128, 256, rngs=nnx.Rngs(0))
+        >>> with te.autocast(te.DelayedScaling()):
+        ...     layer(jnp.ones((8, 128))).shape
+        (8, 256)
+
+    Source: TransformerEngine's and flax.nnx's layers of the same role; Micikevicius et
+    al. 2022, "FP8 Formats for Deep Learning" (arXiv:2209.05433), section 3.
+    """
+
+    def __init__(
+        self,
+        in_features: int | Sequence[int],
+        out_features: int | Sequence[int],
+        *,
+        axis: int | Sequence[int] = -1,
+        use_bias: bool = True,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        precision: Any = None,
+        kernel_init: Initializer = nnx.initializers.lecun_normal(),
+        bias_init: Initializer = nnx.initializers.zeros_init(),
+        promote_dtype: Callable[..., Any] = dtypes.promote_dtype,
+        preferred_element_type: Any = None,
+        kernel_axes: Axes | None = None,
+        bias_axes: Axes | None = None,
+        input_axes: Axes | None = None,
+        transpose_batch_sequence: bool = False,
+        recipe: Recipe | None = None,
+        amax_history_len: int | None = None,
+        kernel_metadata: Mapping[str, Any] = MappingProxyType({}),
+        bias_metadata: Mapping[str, Any] = MappingProxyType({}),
+        rngs: nnx.Rngs,
+    ):
+        self.in_features = _features("in_features", in_features)
+        self.out_features = _features("out_features", out_features)
+        self.axis = (axis,) if isinstance(axis, int) else tuple(axis)
+        if len(self.axis) != len(self.in_features):
+            raise ValueError(
+                message(
+                    "DenseGeneral",
+                    "axis",
+                    f"name {len(self.in_features)} axes, one for each of in_features",
+                    axis,
+                    "give both the same length",
+                )
+            )
+        self.use_bias = use_bias
+        self.dtype = dtype
+        self.param_dtype = param_dtype
+        self.precision = _precision(precision)
+        self.promote_dtype = promote_dtype
+        self.preferred_element_type = preferred_element_type
+        self.input_axes = input_axes
+        self.transpose_batch_sequence = transpose_batch_sequence
+        self.recipe = recipe
+        n_in, n_out = math.prod(self.in_features), math.prod(self.out_features)
+        self.kernel = init_param(
+            "DenseGeneral",
+            "kernel_axes",
+            kernel_init,
+            (*self.in_features, *self.out_features),
+            (n_in, n_out),
+            param_dtype,
+            kernel_axes,
+            kernel_metadata,
+            rngs,
+        )
+        self.bias = (
+            init_param(
+                "DenseGeneral",
+                "bias_axes",
+                bias_init,
+                self.out_features,
+                (n_out,),
+                param_dtype,
+                bias_axes,
+                bias_metadata,
+                rngs,
+            )
+            if use_bias
+            else nnx.data(None)
+        )
+        self.fp8 = Fp8State(amax_history_len)
+
+    def __call__(
+        self, x: Array, out_sharding: PartitionSpec | NamedSharding | None = None
+    ) -> Array:
+        """Applies the layer.
+
+        Args:
+            x: float array that holds ``in_features`` at ``axis``.
+            out_sharding: wanted of y.
+
+        Returns:
+            ``[*batch, *out_features]``, batch being the axes of x that remain.
+
+        Raises:
+            ValueError: the rank or the contracted sizes of x do not fit.
+            TypeError: x is no float32, bfloat16 or float16 array (float64 with
+                ``jax_enable_x64`` goes through without a recipe).
+        """
+        x = self._contracted_last(x)
+        recipe = resolve(self.recipe)
+        kernel = self.kernel[...]
+        bias = None if self.bias is None else self.bias[...]
+        px, pkernel, pbias = self.promote_dtype((x, kernel, bias), dtype=self.dtype)
+        out_dtype = jnp.dtype(self.preferred_element_type or px.dtype).name
+        if isinstance(out_sharding, NamedSharding):
+            out_sharding = out_sharding.spec
+        common = {
+            "out_dtype": out_dtype,
+            "precision": self.precision,
+            "out_sharding": out_sharding,
+            "impl": current_kernels(),
+        }
+        k_ndim = len(self.axis)
+        if recipe is None:
+            config = DenseConfig(**common)
+            return dense(px, pkernel, pbias, k_ndim=k_ndim, config=config)[0]
+        # A cast that only widens is exact: quantize the narrow array.
+        if px.dtype.itemsize < x.dtype.itemsize:
+            x = px
+        stateful = recipe.is_stateful
+        axes = amax_axes(self.fp8)
+        config = DenseConfig(
+            **recipe.quantizers()._asdict(),
+            split_accumulator=recipe.split_accumulator,
+            amax_axes=axes,
+            report_dy=stateful and tracked() and not self.fp8.use_running_average,
+            **common,
+        )
+        amaxes = None
+        if stateful:
+            amaxes = Amaxes(
+                x=self.fp8.amax("x", recipe),
+                kernel=self.fp8.amax("kernel", recipe),
+                dy=self.fp8.amax("dy", recipe) if tracked() else None,
+            )
+        y, (x_amax, kernel_amax) = dense(
+            x,
+            kernel,
+            pbias,
+            k_ndim=k_ndim,
+            config=config,
+            amaxes=amaxes,
+            mailbox=self.fp8.mailbox[...] if stateful else None,
+        )
+        if stateful:
+            self.fp8.push(x_amax, kernel_amax)
+        return y
+
+    def _contracted_last(self, x: Array) -> Array:
+        """Checks x and moves its contracted axes to the end."""
+        check_float64("DenseGeneral", x=x)
+        x = jnp.asarray(x)
+        if x.dtype not in (*FLOATS, jnp.float64):
+            raise TypeError(
+                message(
+                    "DenseGeneral",
+                    "x",
+                    "be float32, bfloat16 or float16",
+                    x.dtype,
+                    "cast it first",
+                )
+            )
+        if any(not -x.ndim <= a < x.ndim for a in self.axis):
+            raise ValueError(
+                message(
+                    "DenseGeneral",
+                    "x",
+                    f"have the axes {self.axis}",
+                    f"rank {x.ndim}, shape {x.shape}",
+                    "add the missing dims or change axis",
+                )
+            )
+        axis = tuple(a % x.ndim for a in self.axis)
+        found = tuple(x.shape[a] for a in axis)
+        if found != self.in_features:
+            raise ValueError(
+                message(
+                    "DenseGeneral",
+                    "x",
+                    f"hold in_features {self.in_features} at axis {self.axis}",
+                    f"{found} in shape {x.shape}",
+                    "change in_features or the input",
+                )
+            )
+        axes = self.input_axes
+        if axes is not None and self.transpose_batch_sequence:
+            axes = (axes[1], axes[0], *axes[2:])
+        x = sharding.constrain(x, axes)
+        rest = tuple(a for a in range(x.ndim) if a not in axis)
+        order = (*rest, *axis)
+        return x if order == tuple(range(x.ndim)) else jnp.transpose(x, order)
+
+
+def _features(name: str, value: int | Sequence[int]) -> tuple[int, ...]:
+    features = (value,) if isinstance(value, int) else tuple(value)
+    if not features or any(not isinstance(f, int) or f < 1 for f in features):
+        raise ValueError(
+            message(
+                "DenseGeneral",
+                name,
+                "be a positive int or a tuple of them",
+                value,
+                "give the size of each axis",
+            )
+        )
+    return features
+
+
+def _precision(precision: Any) -> str:
+    """The name of a jax precision; None is the backend's default."""
+    name = "default" if precision is None else str(precision).lower().split(".")[-1]
+    if name not in ("default", "high", "highest"):
+        raise ValueError(
+            message(
+                "DenseGeneral",
+                "precision",
+                "be None, 'default', 'high' or 'highest'",
+                precision,
+                "use one of them, or jax.lax.Precision",
+            )
+        )
+    return name

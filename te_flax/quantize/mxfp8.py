@@ -1,0 +1,67 @@
+"""MXFP8: one power-of-two scale for each block of 32 along the contraction."""
+
+import dataclasses
+
+from te_flax.ops.mxfp8 import (
+    QUANTIZE_MXFP8_COL,
+    QUANTIZE_MXFP8_ROW,
+    QUANTIZE_MXFP8_ROWCOL,
+)
+from te_flax.quantize.quantizer import Quantized
+from te_flax.quantize.tensor import ScaledTensor
+from te_flax.typing import Array
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MXFP8Quantizer:
+    """``q = cast(clip(x * 2^(127 - e)))``, ``e`` of each block rounded up.
+
+    Attributes:
+        format: ``"e4m3"`` or ``"e5m2"``.
+    """
+
+    format: str = "e4m3"
+
+    def __call__(
+        self,
+        x: Array,
+        *,
+        k_ndim: int,
+        rowwise: bool,
+        colwise: bool,
+        amax: Array | None = None,
+        amax_axes: tuple[str, ...] = (),
+        impl: tuple | None = None,
+    ) -> Quantized:
+        """Quantizes ``x``; see :class:`te_flax.quantize.quantizer.Quantizer`."""
+        row = col = row_scale = col_scale = None
+        if rowwise and colwise:
+            row, row_scale, col, col_scale, measured = QUANTIZE_MXFP8_ROWCOL(
+                x,
+                row_format=self.format,
+                col_format=self.format,
+                k_ndim=k_ndim,
+                impl=impl,
+            )
+        elif rowwise:
+            row, row_scale, measured = QUANTIZE_MXFP8_ROW(
+                x, row_format=self.format, k_ndim=k_ndim, impl=impl
+            )
+        else:
+            col, col_scale, measured = QUANTIZE_MXFP8_COL(
+                x, col_format=self.format, k_ndim=k_ndim, impl=impl
+            )
+
+        def copy(data, scale, rowwise: bool) -> ScaledTensor | None:
+            return data if data is None else ScaledTensor(
+                data=data,
+                scale=scale,
+                scaling="mxfp8",
+                rowwise=rowwise,
+                k_ndim=k_ndim,
+                format=self.format,
+            )
+
+        return Quantized(
+            copy(row, row_scale, True), copy(col, col_scale, False), measured
+        )

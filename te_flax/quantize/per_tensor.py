@@ -1,0 +1,88 @@
+"""Tensor scaling: one scale for the whole array, from this step or earlier ones."""
+
+import dataclasses
+
+from te_flax.ops.amax import AMAX, AMAX_TO_SCALE
+from te_flax.ops.quantize import QUANTIZE_COL, QUANTIZE_ROW, QUANTIZE_ROWCOL
+from te_flax.quantize.mailbox import reduce_amax
+from te_flax.quantize.quantizer import Quantized
+from te_flax.quantize.tensor import ScaledTensor
+from te_flax.typing import Array
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TensorQuantizer:
+    """``q = cast(clip(x * scale))`` with ``scale = (fp8_max / amax) * 2^-margin``.
+
+    The colwise copy is transposed, ``[K.., M..]``: Hopper's FP8 GEMM reads both
+    operands along the contraction.
+
+    Attributes:
+        format: ``"e4m3"`` or ``"e5m2"``.
+        margin: powers of two kept free above the amax, 0 to 126.
+        power_of_2: whether the scale is rounded down to a power of two.
+        epsilon: smallest amax that counts, >= 0.
+    """
+
+    format: str = "e4m3"
+    margin: int = 0
+    power_of_2: bool = False
+    epsilon: float = 0.0
+
+    def __call__(
+        self,
+        x: Array,
+        *,
+        k_ndim: int,
+        rowwise: bool,
+        colwise: bool,
+        amax: Array | None = None,
+        amax_axes: tuple[str, ...] = (),
+        impl: tuple | None = None,
+    ) -> Quantized:
+        """Quantizes ``x``; without ``amax`` it is read once more, for its own amax."""
+        measured = None
+        if amax is None:
+            measured = reduce_amax(AMAX(x, impl=impl)[0], amax_axes)
+            amax = measured[0]
+        scale, scale_inv = AMAX_TO_SCALE(
+            amax,
+            format=self.format,
+            margin=self.margin,
+            power_of_2=self.power_of_2,
+            epsilon=self.epsilon,
+            impl=impl,
+        )
+        row = col = None
+        if rowwise and colwise:
+            row, col, found = QUANTIZE_ROWCOL(
+                x,
+                scale,
+                row_format=self.format,
+                col_format=self.format,
+                k_ndim=k_ndim,
+                impl=impl,
+            )
+        elif rowwise:
+            row, found = QUANTIZE_ROW(
+                x, scale, row_format=self.format, k_ndim=k_ndim, impl=impl
+            )
+        else:
+            col, found = QUANTIZE_COL(
+                x, scale, col_format=self.format, k_ndim=k_ndim, impl=impl
+            )
+        if measured is None:
+            measured = reduce_amax(found, amax_axes)
+
+        def copy(data: Array | None, rowwise: bool) -> ScaledTensor | None:
+            return data if data is None else ScaledTensor(
+                data=data,
+                scale=scale_inv,
+                scaling="tensor",
+                rowwise=rowwise,
+                transposed=not rowwise,
+                k_ndim=k_ndim,
+                format=self.format,
+            )
+
+        return Quantized(copy(row, True), copy(col, False), measured)

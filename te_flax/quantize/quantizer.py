@@ -1,0 +1,81 @@
+"""What every quantizer offers, and the one that changes nothing."""
+
+import dataclasses
+from typing import NamedTuple, Protocol, runtime_checkable
+
+from te_flax.quantize.tensor import ScaledTensor
+from te_flax.typing import Array
+
+
+class Quantized(NamedTuple):
+    """The copies of one array that its GEMMs read.
+
+    Attributes:
+        rowwise: the copy to contract over ``K..``, or None when not asked for.
+        colwise: the copy to contract over ``M..``, or None when not asked for.
+        amax: float32 ``[2]``, largest finite magnitude and 1.0 if an element is NaN
+            or Inf; None where nothing was measured.
+    """
+
+    rowwise: ScaledTensor | None
+    colwise: ScaledTensor | None
+    amax: Array | None = None
+
+
+@runtime_checkable
+class Quantizer(Protocol):
+    """Turns an array into the copies that its consumers need, in one pass.
+
+    A quantizer is a frozen dataclass: hashable, so that it can travel as a static
+    argument, and without arrays; what it must know of earlier steps arrives as
+    ``amax``.
+    """
+
+    def __call__(
+        self,
+        x: Array,
+        *,
+        k_ndim: int,
+        rowwise: bool,
+        colwise: bool,
+        amax: Array | None = None,
+        amax_axes: tuple[str, ...] = (),
+        impl: tuple | None = None,
+    ) -> Quantized:
+        """Quantizes ``x``.
+
+        Args:
+            x: ``[M.., K..]`` float32, bfloat16 or float16.
+            k_ndim: number of dims in ``K..``.
+            rowwise: whether the copy to contract over ``K..`` is needed.
+            colwise: whether the copy to contract over ``M..`` is needed.
+            amax: float32 ``[]``, the amax that fixes the scale; None measures ``x``.
+            amax_axes: manual mesh axes over which an amax is the maximum.
+            impl: kernel rules; None reads the context.
+
+        Returns:
+            The copies asked for, and the amax of ``x`` where it was measured.
+        """
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Identity:
+    """Keeps the array as it is: the quantizer of a layer without a recipe."""
+
+    def __call__(
+        self,
+        x: Array,
+        *,
+        k_ndim: int,
+        rowwise: bool,
+        colwise: bool,
+        amax: Array | None = None,
+        amax_axes: tuple[str, ...] = (),
+        impl: tuple | None = None,
+    ) -> Quantized:
+        """Returns ``x`` for both orientations; see :class:`Quantizer`."""
+        return Quantized(
+            ScaledTensor(data=x, k_ndim=k_ndim) if rowwise else None,
+            ScaledTensor(data=x, k_ndim=k_ndim, rowwise=False) if colwise else None,
+        )

@@ -1,0 +1,105 @@
+"""ScaledTensor: low-precision codes, their scales, and how they are laid out."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from te_flax.errors import message
+from te_flax.ops.dequantize import (
+    DEQUANTIZE,
+    DEQUANTIZE_MXFP8_COL,
+    DEQUANTIZE_MXFP8_ROW,
+)
+from te_flax.typing import Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScaledTensor:
+    """One copy of an array ``[M.., K..]`` in the precision of a GEMM operand.
+
+    ``x ~ codes * scale_inv``, one ``scale_inv`` for the tensor, for each block of 32,
+    or none at all (then ``data`` is the array itself).
+
+    Attributes:
+        data: codes; ``[M.., K..]``, or ``[K.., M..]`` when ``transposed``.
+        scale: float32 ``[]`` under tensor scaling; uint8 e8m0 exponents under MXFP8,
+            ``[M.., ceil(K/32)]`` rowwise, ``[ceil(M/32), K..]`` colwise; else None.
+        scaling: ``"none"``, ``"tensor"`` or ``"mxfp8"``.
+        rowwise: True for the copy that a GEMM contracts over ``K..``, False for the
+            one that it contracts over ``M..``.
+        transposed: whether ``data`` holds ``[K.., M..]``.
+        k_ndim: number of dims in ``K..``.
+        format: ``"e4m3"``, ``"e5m2"`` or None without quantization.
+    """
+
+    data: Array
+    scale: Array | None = None
+    scaling: str = dataclasses.field(default="none", metadata={"static": True})
+    rowwise: bool = dataclasses.field(default=True, metadata={"static": True})
+    transposed: bool = dataclasses.field(default=False, metadata={"static": True})
+    k_ndim: int = dataclasses.field(default=1, metadata={"static": True})
+    format: str | None = dataclasses.field(default=None, metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The logical shape ``[M.., K..]``."""
+        if not self.transposed:
+            return self.data.shape
+        return (*self.data.shape[self.k_ndim :], *self.data.shape[: self.k_ndim])
+
+    @property
+    def ndim(self) -> int:
+        """The number of logical dims."""
+        return self.data.ndim
+
+    @property
+    def scale_inv(self) -> Array | None:
+        """The factor of the codes: float32, or float8_e8m0fnu under MXFP8."""
+        if self.scaling == "mxfp8":
+            return lax.bitcast_convert_type(self.scale, jnp.float8_e8m0fnu)
+        return self.scale
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the codes and the scales."""
+        return self.data.nbytes + (0 if self.scale is None else self.scale.nbytes)
+
+    def dequantize(self, dtype=jnp.float32, *, impl: tuple | None = None) -> Array:
+        """Returns ``codes * scale_inv`` in the logical layout.
+
+        Args:
+            dtype: float32, bfloat16 or float16.
+            impl: kernel rules; None reads the context.
+
+        Returns:
+            ``[M.., K..]`` of ``dtype``.
+
+        Raises:
+            TypeError: ``dtype`` is not one of the three.
+        """
+        name = jnp.dtype(dtype).name
+        if name not in ("float32", "bfloat16", "float16"):
+            raise TypeError(
+                message(
+                    "ScaledTensor.dequantize",
+                    "dtype",
+                    "be float32, bfloat16 or float16",
+                    name,
+                    "cast the result instead",
+                )
+            )
+        if self.scaling == "none":
+            return self.data.astype(name)
+        if self.scaling == "mxfp8":
+            op = DEQUANTIZE_MXFP8_ROW if self.rowwise else DEQUANTIZE_MXFP8_COL
+            return op(
+                self.data, self.scale, out_dtype=name, k_ndim=self.k_ndim, impl=impl
+            )[0]
+        x = DEQUANTIZE(self.data, self.scale, out_dtype=name, impl=impl)[0]
+        if not self.transposed:
+            return x
+        m = range(self.k_ndim, x.ndim)
+        return jnp.transpose(x, (*m, *range(self.k_ndim)))
