@@ -1,0 +1,424 @@
+"""DenseGeneral against nnx.LinearGeneral, float64, and the bytes that it keeps."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import te_flax as te
+
+RECIPES = {
+    "delayed_scaling": te.DelayedScaling(),
+    "current_scaling": te.Float8CurrentScaling(),
+    "mxfp8": te.MXFP8BlockScaling(),
+}
+# One rounding of an operand to the format, as a share of its amax or its block's.
+UNIT = {"e4m3": 2.0**-4, "e5m2": 2.0**-3}
+
+
+def data(shape, seed=0, dtype=jnp.float32):
+    values = np.random.default_rng(seed).standard_normal(shape)
+    return jnp.asarray(values, dtype)
+
+
+def pair(*args, seed=0, **kwargs):
+    """Our layer and nnx's with the same parameters."""
+    ours = te.DenseGeneral(*args, rngs=nnx.Rngs(seed), **kwargs)
+    theirs = nnx.LinearGeneral(*args, rngs=nnx.Rngs(seed), **kwargs)
+    return ours, theirs
+
+
+SHAPES = [
+    ((2, 5, 12), dict(in_features=12, out_features=7, axis=-1)),
+    ((5, 3, 4), dict(in_features=(3, 4), out_features=(2, 6), axis=(-2, -1))),
+    ((3, 5, 4), dict(in_features=(4, 3), out_features=8, axis=(2, 0))),
+    ((12,), dict(in_features=12, out_features=(3, 2), axis=-1)),
+    ((0, 12), dict(in_features=12, out_features=4, axis=-1)),
+]
+
+
+@pytest.mark.parametrize(("shape", "kw"), SHAPES)
+@pytest.mark.parametrize("use_bias", [True, False])
+def test_parameters_and_results_equal_nnx_without_a_recipe(shape, kw, use_bias):
+    bias_init = nnx.initializers.normal(1.0)
+    ours, theirs = pair(**kw, use_bias=use_bias, bias_init=bias_init)
+    for a, b in zip(
+        jax.tree.leaves(nnx.state(ours, nnx.Param)),
+        jax.tree.leaves(nnx.state(theirs, nnx.Param)),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(a, b)
+    x = data(shape)
+    dy = data(theirs(x).shape, 1)
+
+    def run(model):
+        def loss(model, x):
+            return jnp.sum(model(x) * dy)
+
+        return (model(x), *nnx.grad(loss, argnums=(0, 1))(model, x))
+
+    got, want = run(ours), run(theirs)
+    # Both sum the same float32 products, in an order that XLA may choose.
+    length = max(int(np.prod(shape)), 16)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert a.shape == b.shape
+        assert a.dtype == b.dtype
+        bound = length * 2.0**-23 * 16
+        np.testing.assert_allclose(a, b, rtol=bound, atol=bound)
+
+
+@pytest.mark.parametrize("x_dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+@pytest.mark.parametrize("dtype", [None, jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("param_dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("preferred", [None, jnp.float32])
+def test_dtypes_are_those_of_nnx(x_dtype, dtype, param_dtype, preferred):
+    kw = dict(dtype=dtype, param_dtype=param_dtype, preferred_element_type=preferred)
+    x = data((4, 8), dtype=x_dtype)
+    with jax.numpy_dtype_promotion("standard"):
+        ours, theirs = pair(8, 4, **kw)
+        want = theirs(x)
+        got = ours(x)
+        for recipe in RECIPES.values():
+            with te.autocast(recipe):
+                quantized = ours(x)
+            assert quantized.dtype == want.dtype
+    assert got.dtype == want.dtype
+    eps = float(jnp.finfo(got.dtype).eps)
+    narrow = float(jnp.finfo(jnp.result_type(dtype or jnp.float32, got.dtype)).eps)
+    np.testing.assert_allclose(
+        got.astype(jnp.float32),
+        want.astype(jnp.float32),
+        rtol=2 * max(eps, narrow, 2.0**-8 if dtype == jnp.bfloat16 else 0),
+        atol=2 * max(eps, 2.0**-8 if jnp.bfloat16 in (x_dtype, dtype, param_dtype) else 0),
+    )
+
+
+def reference64(x, kernel, bias, dy):
+    """float64 y, dx, dkernel, dbias of a 2-D dense layer."""
+    x, kernel, bias, dy = (np.asarray(a, np.float64) for a in (x, kernel, bias, dy))
+    return x @ kernel + bias, dy @ kernel.T, x.T @ dy, dy.sum(0)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("shape", [(64, 96, 32), (33, 65, 17), (1, 19, 111)])
+def test_both_passes_stay_within_the_error_of_the_format(recipe, shape):
+    m, k, n = shape
+    layer = te.DenseGeneral(k, n, rngs=nnx.Rngs(0))
+    x, dy = data((m, k)), data((m, n), 1)
+
+    def loss(model, x):
+        return jnp.sum(model(x) * dy), model(x)
+
+    with te.autocast(RECIPES[recipe]):
+        if recipe == "delayed_scaling":  # the first step only fills the histories
+            te.grad(loss, argnums=(0, 1), has_aux=True)(layer, x)
+        (grads, dx), y = te.grad(loss, argnums=(0, 1), has_aux=True)(layer, x)
+    kernel, bias = layer.kernel[...], layer.bias[...]
+    want = reference64(x, kernel, bias, dy)
+    got = (y, dx, grads["kernel"][...], grads["bias"][...])
+    g = UNIT["e4m3" if recipe == "mxfp8" else "e5m2"]
+    ux, uk = UNIT["e4m3"], UNIT["e4m3"]
+    a_x, a_k, a_dy = (np.abs(np.asarray(v, np.float64)) for v in (x, kernel, dy))
+    # |q - v| <= unit * |v| + half a subnormal step, which is below 2^-6 * unit * amax.
+    grow = lambda a, u: u * (a + 2.0**-6 * a.max())
+    ex, ek, edy = grow(a_x, ux), grow(a_k, uk), grow(a_dy, g)
+    product = lambda a, ea, b, eb: a @ eb + ea @ b + ea @ eb
+    bounds = (
+        product(a_x, ex, a_k, ek),
+        product(a_dy, edy, a_k.T, ek.T),
+        product(a_x.T, ex.T, a_dy, edy),
+        a_dy.sum(0) * m * 2.0**-23,
+    )
+    for name, a, b, bound in zip(
+        ("y", "dx", "dkernel", "dbias"), got, want, bounds, strict=True
+    ):
+        error = np.abs(np.asarray(a, np.float64) - b)
+        assert (error <= bound + 1e-6).all(), (name, (error - bound).max())
+        if name != "dbias":  # and it is quantized at all
+            assert error.max() > 1e-4 * np.abs(b).max(), name
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_forward_value_is_the_product_of_the_quantized_operands(recipe):
+    layer = te.DenseGeneral(64, 32, use_bias=False, rngs=nnx.Rngs(0))
+    x = data((40, 64))
+    quantizers = RECIPES[recipe].quantizers()
+    with te.autocast(RECIPES[recipe]):
+        y = layer(x)
+    ones = jnp.float32(448.0)  # an empty history means scale 1, that is amax 448
+    amax = {"amax": ones} if recipe == "delayed_scaling" else {}
+    qx = quantizers.x(x, k_ndim=1, rowwise=True, colwise=False, **amax).rowwise
+    qk = quantizers.kernel(
+        layer.kernel[...], k_ndim=1, rowwise=False, colwise=True, **amax
+    ).colwise
+    a, b = (np.asarray(q.dequantize(), np.float64) for q in (qx, qk))
+    bound = 64 * 2.0**-24 * (np.abs(a) @ np.abs(b))
+    assert (np.abs(np.asarray(y, np.float64) - a @ b) <= bound).all()
+
+
+def residual_bytes(layer, x):
+    """Bytes that jax.vjp keeps, parameters and inputs that live on anyway left out."""
+    graph, params, rest = nnx.split(layer, nnx.Param, ...)
+
+    def f(params, x):
+        return nnx.merge(graph, params, rest)(x)
+
+    _, pullback = jax.vjp(f, params, x)
+    live = {id(a) for a in jax.tree.leaves((params, rest, x))}
+    kept = {id(a): a for a in jax.tree.leaves(pullback) if id(a) not in live}
+    return sum(a.nbytes for a in kept.values())
+
+
+@pytest.mark.parametrize(
+    ("recipe", "scales"),
+    [("delayed_scaling", 3 * 4), ("current_scaling", 2 * 4), ("mxfp8", None)],
+)
+@pytest.mark.parametrize("shape", [(256, 128, 512), (48, 40, 24)])
+def test_residuals_hold_one_fp8_copy_of_each_operand(recipe, scales, shape):
+    m, k, n = shape
+    layer = te.DenseGeneral(k, n, rngs=nnx.Rngs(0))
+    x = data((m, k))
+    if scales is None:  # x colwise: blocks along m; kernel rowwise: blocks along n
+        scales = -(-m // 32) * k + k * -(-n // 32)
+    with te.autocast(RECIPES[recipe]):
+        got = residual_bytes(layer, x)
+    want = m * k + k * n + scales
+    mailbox = 0
+    assert got == want + mailbox, (got, want)
+
+
+def test_without_a_gradient_only_the_copies_of_the_product_are_made():
+    layer = te.DenseGeneral(32, 16, rngs=nnx.Rngs(0))
+    with te.autocast(te.DelayedScaling()):
+        text = str(jax.make_jaxpr(lambda x: layer(x))(data((8, 32))))
+    assert "te_quantize_row[" in text
+    assert "te_quantize_col[" in text
+    assert "te_quantize_rowcol[" not in text
+
+
+@pytest.mark.parametrize("recipe", [None, *RECIPES])
+def test_sequence_first_equals_batch_first_bit_for_bit(recipe):
+    kw = dict(rngs=nnx.Rngs(0), input_axes=("batch", "seqlen", "embed"))
+    first = te.DenseGeneral(32, 24, **kw)
+    kw["rngs"] = nnx.Rngs(0)
+    swapped = te.DenseGeneral(32, 24, transpose_batch_sequence=True, **kw)
+    x, dy = data((4, 16, 32)), data((4, 16, 24), 1)
+
+    def run(model, x, dy):
+        def loss(model, x):
+            y = model(x)
+            return jnp.sum(y * dy), y
+
+        return te.grad(loss, argnums=(0, 1), has_aux=True)(model, x)
+
+    with te.autocast(RECIPES[recipe] if recipe else None, enabled=bool(recipe)):
+        (g1, dx1), y1 = run(first, x, dy)
+        (g2, dx2), y2 = run(swapped, x.swapaxes(0, 1), dy.swapaxes(0, 1))
+    np.testing.assert_array_equal(y1, y2.swapaxes(0, 1))
+    np.testing.assert_array_equal(dx1, dx2.swapaxes(0, 1))
+    a, b = g1["kernel"][...], g2["kernel"][...]
+    if recipe == "mxfp8":  # blocks run along tokens: within the error of the format
+        assert np.linalg.norm(a - b) <= 2 * UNIT["e4m3"] * np.linalg.norm(a)
+    else:
+        bound = 64 * 2.0**-23 * (np.abs(x).max() * np.abs(dy).max() * 64)
+        np.testing.assert_allclose(a, b, atol=bound)
+
+
+MESHES = {
+    "dp": ((8,), ("dp",), dict(dp="dp"), P("dp")),
+    "fsdp": ((8,), ("fsdp",), dict(fsdp="fsdp"), P("fsdp")),
+    "tp": ((1, 8), ("dp", "tp"), dict(dp="dp", tp="tp"), P("dp")),
+    "dp x tp": ((4, 2), ("dp", "tp"), dict(dp="dp", tp="tp"), P("dp")),
+}
+
+
+@pytest.mark.parametrize("mesh_name", MESHES)
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("recipe", [None, *RECIPES])
+def test_sharded_equals_one_device(mesh_name, kind, recipe):
+    shape, names, rules, x_spec = MESHES[mesh_name]
+    mesh = jax.make_mesh(shape, names, axis_types=(kind,) * len(names))
+    x, dy = data((256, 64)), data((256, 64), 1)
+    autocast = lambda: te.autocast(RECIPES[recipe] if recipe else None, enabled=bool(recipe))
+
+    def step(first, second, x, dy):
+        def loss(models, x):
+            y = models[1](models[0](x))
+            return jnp.sum(y * dy), y
+
+        return te.grad(loss, argnums=(0, 1), has_aux=True)((first, second), x)
+
+    def layers():
+        return (
+            te.DenseGeneral(64, 128, kernel_axes=("embed", "mlp"), rngs=nnx.Rngs(0)),
+            te.DenseGeneral(128, 64, kernel_axes=("mlp", "embed"), rngs=nnx.Rngs(1)),
+        )
+
+    with autocast():
+        want = jax.tree.leaves(step(*layers(), x, dy))
+    with (
+        jax.set_mesh(mesh),
+        nnx.logical_axis_rules(te.logical_axis_rules(**rules)),
+        autocast(),
+    ):
+        sharded = layers()
+        if "tp" in rules:
+            assert "tp" in str(sharded[0].kernel[...].sharding.spec)
+        place = lambda a: jax.device_put(a, NamedSharding(mesh, x_spec))
+        got = jax.tree.leaves(nnx.jit(step)(*sharded, place(x), place(dy)))
+    for a, b in zip(got, want, strict=True):
+        assert a.shape == b.shape
+        a, b = (np.asarray(v, np.float64) for v in (a, b))
+        # Behind the first product sums differ in order, and a code may flip.
+        unit = 2.0**-18 if recipe is None else 2 * UNIT["e5m2"]
+        assert np.linalg.norm(a - b) <= unit * np.linalg.norm(b)
+
+
+BAD = [
+    (
+        lambda: te.DenseGeneral(0, 4, rngs=nnx.Rngs(0)),
+        ValueError,
+        r"DenseGeneral: in_features must be a positive int .* got 0; ",
+    ),
+    (
+        lambda: te.DenseGeneral((2, 3), 4, rngs=nnx.Rngs(0)),
+        ValueError,
+        r"DenseGeneral: axis must name 2 axes, one for each of in_features, got -1; ",
+    ),
+    (
+        lambda: te.DenseGeneral(3, 4, precision="exact", rngs=nnx.Rngs(0)),
+        ValueError,
+        r"DenseGeneral: precision must be None, .* got exact; ",
+    ),
+    (
+        lambda: te.DenseGeneral(3, 4, kernel_axes=("embed",), rngs=nnx.Rngs(0)),
+        ValueError,
+        r"DenseGeneral: kernel_axes must name each of the 2 dims of \(3, 4\), got ",
+    ),
+    (
+        lambda: te.DenseGeneral(3, 4, rngs=nnx.Rngs(0))(jnp.ones((2, 5))),
+        ValueError,
+        r"DenseGeneral: x must hold in_features \(3,\) at axis \(-1,\), got \(5,\) in ",
+    ),
+    (
+        lambda: te.DenseGeneral((3, 4), 4, axis=(-2, -1), rngs=nnx.Rngs(0))(jnp.ones(3)),
+        ValueError,
+        r"DenseGeneral: x must have the axes \(-2, -1\), got rank 1, shape \(3,\); ",
+    ),
+    (
+        lambda: te.DenseGeneral(3, 4, rngs=nnx.Rngs(0))(jnp.ones((2, 3), jnp.int32)),
+        TypeError,
+        r"DenseGeneral: x must be float32, bfloat16 or float16, got int32; cast it first",
+    ),
+    (
+        lambda: te.DenseGeneral(3, 4, rngs=nnx.Rngs(0))(np.ones((2, 3))),
+        TypeError,
+        r"DenseGeneral: x must be float32, .* while jax_enable_x64 is off, got float64; ",
+    ),
+    (
+        lambda: te.dense(jnp.ones((2, 3)), jnp.ones((4, 5))),
+        ValueError,
+        r"dense: x must end in \(4,\) like kernel \(4, 5\), got shape \(2, 3\); ",
+    ),
+    (
+        lambda: te.dense(jnp.ones((2, 3)), jnp.ones((3, 5)), jnp.ones(4)),
+        ValueError,
+        r"dense: bias must have shape \(5,\), got shape \(4,\); ",
+    ),
+    (
+        lambda: te.dense(jnp.ones((2, 3)), jnp.ones(3)),
+        ValueError,
+        r"dense: kernel must have 1 input dims and at least one output dim",
+    ),
+    (
+        lambda: te.logical_axis_rules(dp="a", tp="a"),
+        ValueError,
+        r"logical_axis_rules: dp, fsdp and tp must name different mesh axes",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "text"), BAD)
+def test_bad_input_names_the_argument_the_value_and_the_remedy(call, error, text):
+    with pytest.raises(error, match=text):
+        call()
+
+
+def test_float64_goes_through_without_a_recipe():
+    with jax.enable_x64(True):
+        layer = te.DenseGeneral(3, 4, param_dtype=jnp.float64, rngs=nnx.Rngs(0))
+        assert layer(np.ones((2, 3))).dtype == jnp.float64
+
+
+def recipes_seen(f, *args):
+    """Which quantize ops the jaxpr of f holds."""
+    text = str(jax.make_jaxpr(f)(*args))
+    names = ("te_quantize_rowcol[", "te_quantize_mxfp8_rowcol[")
+    return tuple(name for name in names if name in text)
+
+
+@pytest.mark.parametrize("wrap", ["plain", "jit", "remat", "vmap"])
+def test_contexts_entered_inside_the_loss_reach_the_backward_pass(wrap):
+    layer = te.DenseGeneral(32, 16, rngs=nnx.Rngs(0))
+    graph, params, rest = nnx.split(layer, nnx.Param, ...)
+
+    def apply(params, x):
+        with te.autocast(te.MXFP8BlockScaling()), te.kernels("*=reference"):
+            return nnx.merge(graph, params, rest)(x)
+
+    wrapped = {
+        "plain": apply,
+        "jit": jax.jit(apply),
+        "remat": jax.checkpoint(apply),
+        "vmap": lambda p, x: jax.vmap(apply, (None, 0))(p, x[None])[0],
+    }[wrap]
+    loss = lambda params, x: jnp.sum(wrapped(params, x))
+    with te.autocast(te.DelayedScaling()), te.kernels("*=auto"):
+        text = str(jax.make_jaxpr(jax.grad(loss))(params, data((8, 32))))
+    assert "te_quantize_mxfp8" in text
+    assert "te_quantize_row[" not in text
+    assert "te_quantize_rowcol[" not in text
+    for line in text.splitlines():  # the backward ops carry the inner rules too
+        if "te_quantize_mxfp8" in line or "te_gemm" in line:
+            assert "impl" not in line or "reference" in line, line
+
+
+def test_recipe_argument_beats_the_context():
+    x = data((4, 32))
+    with te.autocast(te.DelayedScaling()):
+        off = te.DenseGeneral(32, 16, recipe=te.HIGH_PRECISION, rngs=nnx.Rngs(0))
+        mx = te.DenseGeneral(32, 16, recipe=te.MXFP8BlockScaling(), rngs=nnx.Rngs(0))
+        g = lambda m: lambda x: jax.grad(lambda x: jnp.sum(m(x)))(x)
+        assert recipes_seen(g(off), x) == ()
+        assert recipes_seen(g(mx), x) == ("te_quantize_mxfp8_rowcol[",)
+        with te.autocast(enabled=False):
+            assert recipes_seen(g(mx), x) == ()
+
+
+def test_the_pytree_does_not_depend_on_the_recipe():
+    shapes = []
+    for recipe in (None, *RECIPES.values()):
+        layer = te.DenseGeneral(4, 4, recipe=recipe, rngs=nnx.Rngs(0))
+        state = nnx.state(layer)
+        shapes.append(jax.tree.map(jnp.shape, nnx.to_pure_dict(state)))
+    assert all(s == shapes[0] for s in shapes)
+
+
+@pytest.mark.parametrize(("mesh", "rules"), list(itertools.product((0, 1), (0, 1))))
+def test_logical_axes_never_need_a_mesh(mesh, rules):
+    import contextlib
+
+    use = jax.set_mesh(jax.make_mesh((8,), ("d",))) if mesh else contextlib.nullcontext()
+    named = nnx.logical_axis_rules((("embed", "d"),)) if rules else contextlib.nullcontext()
+    with use, named:
+        layer = te.DenseGeneral(
+            8, 8, kernel_axes=("embed", None), input_axes=("batch", "embed"), rngs=nnx.Rngs(0)
+        )
+        y = layer(jnp.ones((8, 8)))
+        assert bool(jnp.isfinite(y).all())
+        assert layer.kernel.get_metadata()["out_sharding"] == ("embed", None)
