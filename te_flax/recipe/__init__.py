@@ -1,0 +1,1 @@
+"""Recipes, the context that chooses one, and the FP8 state."""

@@ -1,0 +1,167 @@
+"""The statistics that delayed scaling keeps for one GEMM."""
+
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from te_flax.errors import message
+from te_flax.quantize.mailbox import MAILBOX_SIZE, push
+from te_flax.recipe.context import current_recipe, local_amax_axes
+from te_flax.recipe.delayed import DelayedScaling
+from te_flax.typing import Array
+
+DEFAULT_HISTORY_LEN = 1024
+
+
+class Fp8Stat(nnx.Variable):
+    """A statistic of the FP8 state: checkpointed, never trained."""
+
+
+class Fp8Mailbox(nnx.Variable):
+    """Always zero; its cotangent carries amax(dy) out of the backward pass."""
+
+
+class Fp8State(nnx.Module):
+    """Amax histories of the three operands of one GEMM.
+
+    Histories hold the newest entry at index 0 and are read through
+    ``stop_gradient``. x and the kernel are pushed by the layer's forward pass, dy by
+    ``te.value_and_grad`` from the cotangent of the mailbox.
+
+    Args:
+        amax_history_len: length H of the histories; None takes the delayed recipe's
+            in context, else 1024.
+
+    Attributes:
+        x: float32 [H], amax of the layer's input, one entry a forward call.
+        kernel: float32 [H], amax of the kernel, one entry a forward call.
+        dy: float32 [H], amax of the output's cotangent.
+        nonfinite: int32 [], how many pushes saw a NaN or an infinity.
+        mailbox: float32 [279], zero.
+        use_running_average: True freezes all statistics (``model.eval()``).
+
+    Raises:
+        ValueError: `amax_history_len` is not a positive integer.
+
+    Example:
+        >>> state = Fp8State(amax_history_len=2)
+        >>> state.push(jnp.array([3.0, 0.0]), jnp.array([1.0, 0.0]))
+        >>> float(state.amax("x", DelayedScaling(amax_history_len=2)))
+        3.0
+    """
+
+    use_running_average: bool
+
+    def __init__(self, amax_history_len: int | None = None):
+        length = amax_history_len
+        if length is None:
+            recipe = current_recipe()
+            delayed = isinstance(recipe, DelayedScaling)
+            length = recipe.amax_history_len if delayed else DEFAULT_HISTORY_LEN
+        if not isinstance(length, int) or isinstance(length, bool) or length < 1:
+            rule, remedy = "be an integer >= 1", "use None for the recipe's"
+            raise ValueError(
+                message("Fp8State", "amax_history_len", rule, repr(length), remedy)
+            )
+        self.x = Fp8Stat(jnp.zeros(length, jnp.float32))
+        self.kernel = Fp8Stat(jnp.zeros(length, jnp.float32))
+        self.dy = Fp8Stat(jnp.zeros(length, jnp.float32))
+        self.nonfinite = Fp8Stat(jnp.zeros((), jnp.int32))
+        self.mailbox = Fp8Mailbox(jnp.zeros(MAILBOX_SIZE, jnp.float32))
+        self.use_running_average = False
+
+    def set_view(self, use_running_average: bool | None = None, **kwargs) -> Mapping:
+        """Takes part in ``nnx.view``.
+
+        Args:
+            use_running_average: if True, the statistics are frozen.
+            **kwargs: not ours.
+
+        Returns:
+            The unused keywords.
+        """
+        if use_running_average is not None:
+            self.use_running_average = use_running_average
+        return kwargs
+
+    def amax(self, name: str, recipe: DelayedScaling) -> Array:
+        """Reads the amax that an operand's scale is made from.
+
+        Args:
+            name: "x", "kernel" or "dy".
+            recipe: gives the number of newest entries and how they are combined.
+
+        Returns:
+            float32 []; 0.0 while nothing has been pushed.
+
+        Raises:
+            ValueError: the recipe looks at more entries than the history holds.
+        """
+        history = jax.lax.stop_gradient(getattr(self, name)[...])
+        window, length = recipe.amax_history_len, history.shape[-1]
+        if window > length:
+            raise ValueError(
+                message(
+                    type(recipe).__name__,
+                    "amax_history_len",
+                    f"be <= {length}, the length of the layer's history",
+                    window,
+                    f"build the layer with amax_history_len={window}",
+                )
+            )
+        if recipe.amax_compute_algo == "most_recent":
+            return history[..., 0]
+        return jnp.max(history[..., :window], axis=-1)
+
+    def push(self, x_amax: Array, kernel_amax: Array) -> None:
+        """Records a forward call, unless the statistics are frozen.
+
+        Args:
+            x_amax: float32 [2], the largest finite magnitude of x and a flag that is
+                1.0 if an element was NaN or infinite. An amax of 0 pushes nothing.
+            kernel_amax: float32 [2], the kernel's.
+        """
+        if self.use_running_average:
+            return
+        x_amax, kernel_amax = jax.lax.stop_gradient((x_amax, kernel_amax))
+        self.x[...] = push(self.x[...], x_amax[..., 0])
+        self.kernel[...] = push(self.kernel[...], kernel_amax[..., 0])
+        flags = (x_amax[..., 1] > 0).astype(jnp.int32)
+        flags += (kernel_amax[..., 1] > 0).astype(jnp.int32)
+        self.nonfinite[...] = self.nonfinite[...] + flags
+
+
+def amax_axes(state: Fp8State) -> tuple[str, ...]:
+    """The manual mesh axes over which a layer's amax is maximised here.
+
+    On Auto and Explicit meshes the amax ops reduce by themselves. Inside
+    ``jax.shard_map`` each device sees its shard only, so the maximum is taken over
+    the manual axes, except those that hold different layers: axes over which the
+    statistics themselves vary, and ``te.autocast(..., local_amax_axes=)``.
+
+    Args:
+        state: the layer's statistics.
+
+    Returns:
+        Axis names, empty outside ``jax.shard_map``.
+
+    Example:
+        >>> amax_axes(Fp8State(amax_history_len=2))
+        ()
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    apart = _varying(state.x[...]) | set(local_amax_axes())
+    return tuple(
+        axis
+        for axis in mesh.axis_names
+        if axis in mesh.manual_axes and axis not in apart
+    )
+
+
+def _varying(array: Array) -> frozenset[str]:
+    """The manual axes over which an array's type says it differs."""
+    aval = jax.typeof(array)
+    mat = getattr(aval, "mat", None)
+    return frozenset(mat.varying if mat is not None else getattr(aval, "vma", ()))
