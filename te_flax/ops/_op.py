@@ -1,0 +1,324 @@
+"""KernelOp: one declaration per fused op.
+
+From the signature and the reference follow the shape errors, the abstract evaluation,
+the lowering per platform, vmap, and the sharding in every mesh mode: Auto meshes
+through custom_partitioning, Explicit ones through jax.shard_map inside the lowering,
+manual axes run the bare kernel. One :class:`~te_flax.ops._plan.Plan` serves all of them.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+
+# The one private import: without it an eager call of a partitioned op fails.
+from jax._src.dispatch import prim_requires_devices_during_lowering
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+from jax.sharding import AxisType, ManualAxisType, NamedSharding, PartitionSpec
+
+from te_flax.errors import check_float64, message
+from te_flax.ops import _batching, _choice, _lowering
+from te_flax.ops._dims import Layout, Signature
+from te_flax.ops._plan import (
+    NO_MESH,
+    Plan,
+    axes_of,
+    bare_types,
+    mesh_of,
+    per_dim,
+    to_spec,
+)
+
+Attrs = tuple[tuple[str, Any], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A named example call, for the contract test and the benchmarks.
+
+    Attributes:
+        name: short and unique within the op.
+        shapes: of the operands.
+        dtypes: of the operands.
+        attrs: static attributes.
+    """
+
+    name: str
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[Any, ...]
+    attrs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class KernelOp:
+    """A fused op, called ``op(*arrays, impl=None, out_sharding=None, **attrs)``.
+
+    Attributes:
+        name: of the op, as in :func:`te_flax.kernels`.
+        signature: named dims of operands and results, see :mod:`te_flax.ops._dims`.
+        reference: ``(*arrays, **attrs) -> tuple`` in pure JAX. It defines the meaning,
+            shapes and dtypes, is the lowering without a handler, and the oracle.
+        attrs: name -> type of the static attributes.
+        groups: group -> name of the attribute that counts its dims.
+        dtypes: operand -> allowed dtypes; others take any.
+        reduce: per result None, "sum" or "max": the reduction over mesh axes that cut
+            dims which the result lacks.
+        replicated: dims or groups that the kernel must see whole.
+        batch_group: group that a vmapped axis may join.
+        batch: ``(call, arrays with the batch first, batched) -> (results, dims)``, or
+            None for the default rule.
+        partition: ``(plan) -> {dim: mesh axes}`` that pins some dims.
+        localize: ``(plan, arrays, attrs) -> (arrays, attrs)`` inside a shard.
+        handler: FFI target ``te_flax.<handler>``; None has only the reference.
+        handler_attrs: fixed attributes added for the handler.
+        aliases: operand -> result whose buffer it may share.
+        supports: ``(*avals, **attrs) -> None``, or why the handler cannot serve them.
+        cases: example calls.
+    """
+
+    name: str
+    signature: str
+    reference: Callable[..., tuple]
+    attrs: Mapping[str, type] = dataclasses.field(default_factory=dict)
+    groups: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    dtypes: Mapping[str, tuple] = dataclasses.field(default_factory=dict)
+    reduce: tuple[str | None, ...] = ()
+    replicated: tuple[str, ...] = ()
+    batch_group: str | None = None
+    batch: Callable | None = None
+    partition: Callable[[Plan], Mapping[str, tuple[str, ...]]] | None = None
+    localize: Callable | None = None
+    handler: str | None = None
+    handler_attrs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    supports: Callable[..., str | None] | None = None
+    cases: tuple[Case, ...] = ()
+    dims: Signature = dataclasses.field(init=False)
+    leaf: Primitive = dataclasses.field(init=False)
+    primitive: Primitive = dataclasses.field(init=False)
+
+    registry = _choice.REGISTRY
+
+    def __post_init__(self):
+        dims = Signature(self.name, self.signature, self.groups)
+        object.__setattr__(self, "dims", dims)
+        object.__setattr__(self, "reduce", self.reduce or (None,) * len(dims.outs))
+        operands = {e.name for a in dims.ins for e in a.entries if e.literal is None}
+        for array, how in zip(dims.outs, self.reduce, strict=True):
+            lost = operands - {e.name for e in array.entries} - set(self.replicated)
+            if lost and not how:
+                raise TypeError(
+                    f"{self.name}: result {array.name} lacks {sorted(lost)}; declare "
+                    "them replicated or give reduce="
+                )
+        if self.name in self.registry:
+            raise TypeError(f"{self.name}: an op of this name is declared already")
+        results = functools.lru_cache(1024)(self._results)
+        object.__setattr__(self, "_cached_results", results)
+        object.__setattr__(self, "leaf", _lowering.make_leaf(self))
+        object.__setattr__(self, "primitive", _make_primitive(self))
+        self.registry[self.name] = self
+
+    def __call__(self, *arrays, impl=None, out_sharding=None, **attrs) -> tuple:
+        """Runs the op.
+
+        Args:
+            *arrays: the operands, in the order of the signature.
+            impl: kernel rules of ``_choice.current()``; None reads the context.
+            out_sharding: PartitionSpec wanted of the first result, or a tuple of one
+                per result.
+            **attrs: static attributes, all of them.
+
+        Returns:
+            The results, in the order of the signature.
+
+        Raises:
+            ValueError: a shape does not fit the signature.
+            TypeError: a dtype or the set of arguments is wrong.
+            NotImplementedError: an implementation asked for by name does not exist.
+        """
+        operands = [a.name for a in self.dims.ins]
+        if len(arrays) != len(operands) or set(attrs) != set(self.attrs):
+            takes = f"({', '.join(operands)}, *, {', '.join(self.attrs)})"
+            got = f"{len(arrays)} arrays and {sorted(attrs)}"
+            remedy = "pass every operand and every attribute"
+            raise TypeError(message(self.name, "call", f"be {takes}", got, remedy))
+        check_float64(self.name, **dict(zip(operands, arrays, strict=True)))
+        static = tuple(sorted((k, self._attr(k, v)) for k, v in attrs.items()))
+        avals = [jax.typeof(a) for a in arrays]
+        self.check(avals, static)
+        # The choice becomes a parameter of the equation: lowering may run after the
+        # `with` block, and the jaxpr shows what will run.
+        rules = _choice.current() if impl is None else impl
+        chosen = _choice.how(self.name, rules)
+        explicit = axes_of(mesh_of(avals), AxisType.Explicit)
+        auto = axes_of(jax.sharding.get_abstract_mesh(), AxisType.Auto)
+        axes = explicit or auto
+        want = self._wanted(out_sharding, axes)
+        results = self.primitive.bind(
+            *arrays,
+            attrs=static,
+            impl=chosen,
+            maps=(),
+            want=want if explicit else (None,) * len(want),
+        )
+        # On an Auto mesh the partitioner then proposes it to partition().
+        place = jax.sharding.reshard if explicit else lax.with_sharding_constraint
+        return tuple(
+            r if w is None or not axes else place(r, w)
+            for r, w in zip(results, want, strict=True)
+        )
+
+    def _attr(self, name: str, value: Any) -> Any:
+        kind = self.attrs[name]
+        if kind is float and type(value) is int:
+            return float(value)
+        if type(value) is not kind:
+            got = f"{value!r} of {type(value).__name__}"
+            rule = f"be of type {kind.__name__}"
+            raise TypeError(message(self.name, name, rule, got, "convert it first"))
+        return value
+
+    def _wanted(self, out_sharding, axes) -> tuple[PartitionSpec | None, ...]:
+        """Per result; manual axes, and Auto ones of a mixed mesh, are dropped."""
+        one = type(out_sharding) is not tuple
+        given = (out_sharding,) if one else out_sharding
+        specs = [getattr(w, "spec", w) for w in given]
+        specs += [None] * (len(self.dims.outs) - len(specs))
+        return tuple(
+            w
+            if w is None
+            else to_spec(tuple(a for a in dim if a in axes) for dim in per_dim(w))
+            for w in specs
+        )
+
+    def check(self, avals, attrs: Attrs) -> None:
+        """Raises TypeError or ValueError when the operands do not fit the signature."""
+        for array, aval in zip(self.dims.ins, avals, strict=True):
+            allowed = [np.dtype(t).name for t in self.dtypes.get(array.name, ())]
+            if allowed and aval.dtype.name not in allowed:
+                rule = f"be {' or '.join(allowed)}"
+                raise TypeError(
+                    message(self.name, array.name, rule, aval.dtype, "cast it first")
+                )
+        self.dims.check([a.shape for a in avals], dict(attrs))
+
+    def concrete(self, wanted: Iterable[str], layout: Layout) -> tuple[str, ...]:
+        """Spells declared dims and groups as the dims of one call."""
+        groups = {e.name for a in self.dims.ins for e in a.entries if e.group}
+        return tuple(
+            d
+            for name in wanted
+            for d in layout.sizes
+            if d == name or (name in groups and d.rstrip("0123456789") == name)
+        )
+
+    def plan(self, shapes, maps, attrs, specs, want, mesh_shape, ones=False) -> Plan:
+        """Decides how the operands and results of one call are cut."""
+        layout = self.dims.layout(shapes, maps, attrs)
+        plan = Plan.make(
+            layout, dict(attrs), self.reduce, mesh_shape, specs, want, ones
+        )
+        pinned = self.partition(plan) if self.partition else {}
+        return plan.assign(self.concrete(self.replicated, layout), pinned)
+
+    def _results(self, shapes, dtypes, attrs: Attrs) -> tuple:
+        """Shapes and dtypes of the results, from the reference."""
+        bare = [jax.ShapeDtypeStruct(s, t) for s, t in zip(shapes, dtypes, strict=True)]
+        with jax.sharding.use_abstract_mesh(NO_MESH):
+            found = jax.eval_shape(
+                functools.partial(self.reference, **dict(attrs)), *bare
+            )
+        layout = self.dims.layout(shapes, (), attrs)
+        expected = tuple(layout.shape(dims) for dims in layout.outs)
+        if expected != tuple(r.shape for r in found):
+            raise TypeError(
+                f"{self.name}: the reference returns {[r.shape for r in found]}, the "
+                f"signature says {list(expected)}"
+            )
+        return tuple((r.shape, r.dtype) for r in found)
+
+    def abstract(self, avals, maps, attrs: Attrs, specs=None) -> list:
+        """Types of the results: shapes, sharding, manual axes they vary over."""
+        bare = bare_types(avals, maps)
+        self.check(bare, attrs)
+        shapes = tuple(a.shape for a in avals)
+        sizes = self.dims.layout(shapes, maps, attrs).sizes
+        levels = tuple(sizes[f"map{k}"] for k in range(len(maps)))
+        dtypes = tuple(t.dtype for t in bare)
+        results = self._cached_results(tuple(t.shape for t in bare), dtypes, attrs)
+        # check_vma: results vary wherever an operand does.
+        varying = frozenset().union(*(a.mat.varying for a in avals))
+        mesh = mesh_of(avals)
+        types = []
+        for j, (shape, dtype) in enumerate(results):
+            whole = PartitionSpec(*[None] * (len(levels) + len(shape)))
+            types.append(
+                jax.core.ShapedArray(
+                    (*levels, *shape),
+                    dtype,
+                    sharding=NamedSharding(mesh, specs[j] if specs else whole),
+                    manual_axis_type=ManualAxisType(varying=varying),
+                )
+            )
+        return types
+
+
+def _make_primitive(op: KernelOp) -> Primitive:
+    """The op as users see it; at lowering the mesh decides how it is cut."""
+    p = Primitive(f"te_{op.name}")
+    p.multiple_results = True
+    prim_requires_devices_during_lowering.add(p)
+
+    @functools.lru_cache(None)  # a new jit per call would compile every eager call
+    def jitted(**params):
+        return jax.jit(functools.partial(p.bind, **params))
+
+    p.def_impl(lambda *args, **params: jitted(**params)(*args))
+
+    @p.def_abstract_eval
+    def _(*avals, maps, attrs, impl, want):
+        mesh, specs = mesh_of(avals), None
+        if axes_of(mesh, AxisType.Explicit):
+            shapes = tuple(a.shape for a in avals)
+            given = [a.sharding.spec for a in avals]
+            plan = op.plan(shapes, maps, attrs, given, want, mesh.shape, ones=True)
+            specs = plan.out_specs()
+        return op.abstract(avals, maps, attrs, specs)
+
+    def no_derivative(*_, **__):
+        raise TypeError(
+            f"{op.name}: an op has no derivative; call the function whose custom_vjp "
+            "pairs it with its backward op"
+        )
+
+    mlir.register_lowering(p, functools.partial(_lowering.lower, op))
+    batching.primitive_batchers[p] = functools.partial(_batching.batch, op)
+    ad.primitive_jvps[p] = no_derivative
+    return p
+
+
+def cotangent_like(ct, primal):
+    """Gives a custom_vjp's cotangent the type of its primal.
+
+    Args:
+        ct: the cotangent.
+        primal: the primal, or its type.
+
+    Returns:
+        ``ct`` summed over the manual axes on which the primal does not vary, in the
+        primal's Explicit sharding and dtype.
+    """
+    have = jax.typeof(ct)
+    need = primal if isinstance(primal, jax.core.ShapedArray) else jax.typeof(primal)
+    if extra := have.mat.varying - need.mat.varying:
+        ct = lax.psum(ct, tuple(sorted(extra)))
+    sharded = axes_of(need.sharding.mesh, AxisType.Explicit)
+    if have.sharding != need.sharding and sharded:
+        ct = jax.sharding.reshard(ct, need.sharding)
+    return ct.astype(need.dtype)
