@@ -1,0 +1,1 @@
+"""Runnable examples of te_flax, one folder each."""

@@ -1,0 +1,1 @@
+"""Handwritten digits with FP8 dense layers: ``python examples/mnist/train.py``."""
