@@ -1,5 +1,6 @@
 // nanobind module te_flax._C: the CPU handlers as capsules, and what was built.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
 
 #include "common/ffi.h"
 #include "cpu/dispatch.h"
@@ -40,4 +41,9 @@ NB_MODULE(_C, m) {
   m.def(
       "simd_level", [] { return te_flax::cpu::Active().name; },
       "Returns the instruction set in use; a TE_FLAX_SIMD that this CPU lacks raises ValueError.");
+  m.def("testing", &te_flax::cpu::SetTesting, nb::arg("simd") = "auto", nb::arg("threads") = 0,
+        nb::arg("ieee") = false,
+        "For tests: the instruction set, the number of threads (0: the pool's) and the float mode\n"
+        "(ieee: subnormals are not flushed by the hardware) of all later handler calls in this\n"
+        "process. testing() restores the defaults. No handler may be running.");
 }

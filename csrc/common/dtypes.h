@@ -6,14 +6,9 @@
 #include <string_view>
 
 #include "common/ffi.h"
+#include "common/formats.h"
 
 namespace te_flax {
-
-// High-precision inputs; the values index the per-type kernels of cpu::Kernels.
-enum class Float : int { kF32 = 0, kBf16 = 1, kF16 = 2 };
-
-// FP8 code formats: e4m3 is float8_e4m3fn (max 448), e5m2 is float8_e5m2 (max 57344).
-enum class Format : int { kE4M3 = 0, kE5M2 = 1 };
 
 inline ffi::ErrorOr<Float> FloatOf(std::string_view where, std::string_view argument,
                                    ffi::DataType type) {

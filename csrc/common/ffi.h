@@ -48,18 +48,29 @@ inline ffi::Error CheckShape(std::string_view where, std::string_view argument, 
   return Invalid(where, argument, "have shape " + Show(expected), Show(got), kReport);
 }
 
+// A failed check on its way out of a function that returns ffi::Error or ffi::ErrorOr.
+struct Failure {
+  ffi::Error error;
+
+  operator ffi::Error() const { return error; }
+  template <typename T>
+  operator ffi::ErrorOr<T>() const {
+    return ffi::Unexpected(error);
+  }
+};
+
 }  // namespace te_flax
 
-// Returns from the enclosing handler when `expr` (an ffi::Error) is a failure.
-#define TE_RETURN_IF_ERROR(expr)                                     \
-  do {                                                               \
-    if (auto te_error = (expr); te_error.failure()) return te_error; \
+// Returns from the enclosing function when `expr` (an ffi::Error) is a failure.
+#define TE_RETURN_IF_ERROR(expr)                                                         \
+  do {                                                                                   \
+    if (auto te_error = (expr); te_error.failure()) return ::te_flax::Failure{te_error}; \
   } while (0)
 
 // Declares `var` from `expr` (an ffi::ErrorOr), or returns its error.
-#define TE_ASSIGN_OR_RETURN(var, expr)                \
-  auto var##_or = (expr);                             \
-  if (!var##_or.has_value()) return var##_or.error(); \
+#define TE_ASSIGN_OR_RETURN(var, expr)                                    \
+  auto var##_or = (expr);                                                 \
+  if (!var##_or.has_value()) return ::te_flax::Failure{var##_or.error()}; \
   auto var = *var##_or
 
 #endif  // TE_FLAX_COMMON_FFI_H_

@@ -1,5 +1,9 @@
 #include "cpu/dispatch.h"
 
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
 #include <cstdlib>
 #include <stdexcept>
 #include <string>
@@ -23,25 +27,60 @@ std::vector<const Kernels*> Supported() {
   return tables;
 }
 
-const Kernels& Choose() {
+const Kernels& Find(const std::string& wanted, const std::string& where,
+                    const std::string& remedy) {
   const std::vector<const Kernels*> supported = Supported();
-  const char* value = std::getenv("TE_FLAX_SIMD");
-  const std::string wanted = value == nullptr || *value == '\0' ? "auto" : value;
   if (wanted == "auto") return *supported.front();
   std::string allowed = "auto";
   for (const Kernels* table : supported) {
     if (wanted == table->name) return *table;
     allowed.append(", ").append(table->name);
   }
-  throw std::invalid_argument("te_flax: TE_FLAX_SIMD must be one of " + allowed +
-                              " on this CPU, got '" + wanted + "'; unset it for the best one");
+  throw std::invalid_argument(where + " must be one of " + allowed + " on this CPU, got '" +
+                              wanted + "'; " + remedy);
+}
+
+TestSettings& MutableTesting() {
+  static TestSettings settings;
+  return settings;
 }
 
 }  // namespace
 
 const Kernels& Active() {
-  static const Kernels& active = Choose();
+  static const Kernels& active = []() -> const Kernels& {
+    const char* value = std::getenv("TE_FLAX_SIMD");
+    const std::string wanted = value == nullptr || *value == '\0' ? "auto" : value;
+    return Find(wanted, "te_flax: TE_FLAX_SIMD", "unset it for the best one");
+  }();
   return active;
+}
+
+const TestSettings& Testing() { return MutableTesting(); }
+
+void SetTesting(const std::string& simd, int threads, bool ieee) {
+  TestSettings settings;
+  if (simd != "auto") settings.kernels = &Find(simd, "testing: simd", "name one of these");
+  settings.threads = threads;
+  settings.ieee = ieee;
+  MutableTesting() = settings;
+}
+
+TestingFloatMode::TestingFloatMode() {
+#if defined(__x86_64__)
+  constexpr unsigned kFlush = 0x8040;  // FTZ and DAZ
+  if (Testing().ieee) {
+    saved_ = _mm_getcsr();
+    changed_ = true;
+    _mm_setcsr(saved_ & ~kFlush);
+  }
+#endif
+}
+
+TestingFloatMode::~TestingFloatMode() {
+#if defined(__x86_64__)
+  if (changed_) _mm_setcsr(saved_);
+#endif
 }
 
 }  // namespace te_flax::cpu

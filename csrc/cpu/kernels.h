@@ -1,28 +1,85 @@
-// The table of CPU kernels. One object file per instruction set exports one table.
+// The CPU kernels as tables of functions, one table per instruction set.
 //
-// This header and everything that the SIMD objects include may use <stdint.h> and
-// <immintrin.h> only: a std:: template compiled with -mavx2 could be the copy that the linker
-// keeps for everybody (tests/test_build.py looks for weak symbols).
+// A kernel sees one rectangular piece of a matrix, runs on the calling thread and knows neither
+// XLA nor threads. This header and all that the vector files include use only <stdint.h>,
+// <string.h> and <immintrin.h>: a std:: template compiled with -mavx2 could be the copy that the
+// linker keeps for everybody (tests/test_build.py looks for weak symbols). Every table gives the
+// same bits, whatever the FTZ and DAZ flags of the caller.
 #ifndef TE_FLAX_CPU_KERNELS_H_
 #define TE_FLAX_CPU_KERNELS_H_
 
 #include <stdint.h>
 
+#include "common/formats.h"
+
 namespace te_flax::cpu {
 
-struct Kernels {
-  const char* name;  // "base", "avx2" or "avx512"
+// Largest finite magnitude as float32 bits (0 below 2^-126), and 1 if a NaN or an Inf was seen.
+struct Amax {
+  uint32_t finite = 0;
+  uint32_t nonfinite = 0;
+};
 
-  // Joins n float32 bit patterns into *amax (bits of the largest finite |x|, values below 2^-126
-  // count as 0) and *nonfinite (1 when a NaN or Inf is met).
-  void (*amax_f32)(const uint32_t* x, int64_t n, uint32_t* amax, uint32_t* nonfinite);
+// One piece of x for tensor scaling. `row` and `col` may be null; col is the transpose of x.
+struct TensorTile {
+  Float dtype;
+  const void* x;
+  int64_t x_stride;  // elements between rows of x
+  int64_t rows;
+  int64_t cols;
+  float scale;
+  Format row_format;
+  uint8_t* row;
+  int64_t row_stride;
+  Format col_format;
+  uint8_t* col;  // element (r, c) goes to col[c * col_stride + r]
+  int64_t col_stride;
+};
+
+constexpr int kMxBlock = 32;
+// The widest piece that the MXFP8 kernels take: their scales live on the stack.
+constexpr int kMxTileCols = 2048;
+
+// One piece of x for MXFP8: at most 32 rows and kMxTileCols columns, starting at a block border
+// in both directions. `row` and `col` may be null; both lie as x does.
+struct Mxfp8Tile {
+  Float dtype;
+  const void* x;
+  int64_t x_stride;
+  int64_t rows;
+  int64_t cols;
+  int64_t code_stride;  // of row and of col
+  Format row_format;
+  uint8_t* row;
+  uint8_t* row_scale;  // [rows, ceil(cols / 32)], row_scale_stride apart
+  int64_t row_scale_stride;
+  Format col_format;
+  uint8_t* col;
+  uint8_t* col_scale;  // [cols]
+};
+
+struct Kernels {
+  const char* name;
+  // Each of them joins what it saw into *amax.
+  void (*amax)(Float dtype, const void* x, int64_t n, Amax* amax);
+  void (*quantize_tensor)(const TensorTile& tile, Amax* amax);
+  void (*quantize_mxfp8)(const Mxfp8Tile& tile, Amax* amax);
 };
 
 extern const Kernels kBaseKernels;
-#if defined(__x86_64__) || defined(_M_X64)
+#if defined(__x86_64__)
 extern const Kernels kAvx2Kernels;
 extern const Kernels kAvx512Kernels;
 #endif
+
+// The plain loops behind kBaseKernels. The vector kernels hand them what is rare: pieces with NaN
+// or Inf, and scales that are not positive normal numbers.
+void ScalarAmax(Float dtype, const void* x, int64_t n, Amax* amax);
+void ScalarQuantize(Float dtype, Format format, const void* x, int64_t n, float scale,
+                    uint8_t* codes, Amax* amax);
+// Codes of one MXFP8 block whose e8m0 scale is known; the strides are between its elements.
+void ScalarMxfp8Block(Float dtype, Format format, const void* x, int64_t x_stride,
+                      int64_t code_stride, int64_t n, uint8_t e8m0, uint8_t* codes);
 
 }  // namespace te_flax::cpu
 

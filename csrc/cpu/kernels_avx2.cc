@@ -2,9 +2,15 @@
 
 namespace te_flax::cpu {
 namespace {
-#include "cpu/kernels.inc"
+
+void QuantizeTensor(const TensorTile& tile, Amax* amax) {
+  kBaseKernels.quantize_tensor(tile, amax);
+}
+
+void QuantizeMxfp8(const Mxfp8Tile& tile, Amax* amax) { kBaseKernels.quantize_mxfp8(tile, amax); }
+
 }  // namespace
 
-const Kernels kAvx2Kernels = Table("avx2");
+const Kernels kAvx2Kernels = {"avx2", ScalarAmax, QuantizeTensor, QuantizeMxfp8};
 
 }  // namespace te_flax::cpu

@@ -2,9 +2,15 @@
 
 namespace te_flax::cpu {
 namespace {
-#include "cpu/kernels.inc"
+
+void QuantizeTensor(const TensorTile& tile, Amax* amax) {
+  kBaseKernels.quantize_tensor(tile, amax);
+}
+
+void QuantizeMxfp8(const Mxfp8Tile& tile, Amax* amax) { kBaseKernels.quantize_mxfp8(tile, amax); }
+
 }  // namespace
 
-const Kernels kAvx512Kernels = Table("avx512");
+const Kernels kAvx512Kernels = {"avx512", ScalarAmax, QuantizeTensor, QuantizeMxfp8};
 
 }  // namespace te_flax::cpu

@@ -1,0 +1,15 @@
+// Names of the array types, free of includes so that every kernel file may use them.
+#ifndef TE_FLAX_COMMON_FORMATS_H_
+#define TE_FLAX_COMMON_FORMATS_H_
+
+namespace te_flax {
+
+// High-precision inputs; the values index the per-type kernels of cpu::Kernels.
+enum class Float : int { kF32 = 0, kBf16 = 1, kF16 = 2 };
+
+// FP8 code formats: e4m3 is float8_e4m3fn (max 448), e5m2 is float8_e5m2 (max 57344).
+enum class Format : int { kE4M3 = 0, kE5M2 = 1 };
+
+}  // namespace te_flax
+
+#endif  // TE_FLAX_COMMON_FORMATS_H_

@@ -1,0 +1,225 @@
+// FFI handlers that turn FP8 codes back into float32, bfloat16 or float16.
+//
+// No vector code: all that depends on a code is looked up in tables of 256 entries.
+#include "cpu/operands.h"
+#include "cpu/parallel.h"
+#include "cpu/scalar.h"
+
+namespace te_flax::cpu {
+namespace {
+
+constexpr int64_t kPiece = 32 << 10;
+
+// float32 bits of every code; NaN loses its sign.
+void DecodeTable(Format format, uint32_t* table) {
+  const bool e4m3 = format == Format::kE4M3;
+  const int mantissa_bits = e4m3 ? 3 : 2;
+  const uint32_t min_exponent = e4m3 ? 121 : 113;
+  const int mask = (1 << mantissa_bits) - 1;
+  for (int code = 0; code < 256; ++code) {
+    const int magnitude = code & 0x7f;
+    const uint32_t sign = static_cast<uint32_t>(code & 0x80) << 24;
+    const int exponent = magnitude >> mantissa_bits;
+    const float scale = BitCast<float>((min_exponent - mantissa_bits) << 23);
+    const int mantissa = magnitude & mask;
+    uint32_t bits = BitCast<uint32_t>(static_cast<float>(mantissa) * scale);
+    if (exponent > 0) {
+      bits = (min_exponent + exponent - 1) << 23 | static_cast<uint32_t>(mantissa)
+                                                       << (23 - mantissa_bits);
+    }
+    if (!e4m3 && magnitude == 0x7c) bits = kInf;
+    const bool nan = e4m3 ? magnitude == 0x7f : magnitude > 0x7c;
+    table[code] = nan ? kQuietNan : bits | sign;
+  }
+}
+
+// One factor for many codes: value * factor, or value * lifted * 2^-64 where the factor is small.
+struct Factor {
+  float factor;
+  bool lifted;
+};
+
+inline uint32_t Scaled(uint32_t value, Factor f) {
+  const uint32_t u = BitCast<uint32_t>(BitCast<float>(value) * f.factor);
+  const uint32_t a = u & kAbs;
+  if (a > kInf) return kQuietNan;
+  if (!f.lifted) return u;
+  if (a < 0x20800000u) return u & ~kAbs;  // 2^-62: the result is below 2^-126
+  return BitCast<uint32_t>(BitCast<float>(u) * 0x1p-64f);
+}
+
+inline Factor TensorFactor(float scale_inv) {
+  const float scale = FlushScale(scale_inv);
+  const bool lifted = (BitCast<uint32_t>(scale) & kAbs) < 0x21800000u;  // 2^-60
+  return {lifted ? scale * 0x1p64f : scale, lifted};
+}
+
+inline Factor BlockFactor(uint8_t e8m0) {
+  if (e8m0 == 255) return {BitCast<float>(kQuietNan), false};
+  const bool lifted = e8m0 < 64;
+  return {BitCast<float>(static_cast<uint32_t>(e8m0 + (lifted ? 64 : 0)) << 23), lifted};
+}
+
+// Rounds float32 bits once, to nearest even.
+template <Float out>
+struct Narrow;
+template <>
+struct Narrow<Float::kF32> {
+  using Type = uint32_t;
+  static Type Of(uint32_t bits) { return bits; }
+};
+template <>
+struct Narrow<Float::kBf16> {
+  using Type = uint16_t;
+  static Type Of(uint32_t bits) {
+    if ((bits & kAbs) > kInf) return 0x7fc0;
+    return static_cast<Type>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+  }
+};
+template <>
+struct Narrow<Float::kF16> {
+  using Type = uint16_t;
+  static Type Of(uint32_t bits) {
+    const uint32_t sign = (bits >> 16) & 0x8000;
+    const uint32_t a = bits & kAbs;
+    if (a > kInf) return 0x7e00;
+    if (a < 0x38800000u) {  // 2^-14: the last place of 0.5 is float16's smallest subnormal
+      const uint32_t sum = BitCast<uint32_t>(BitCast<float>(a) + 0.5f);
+      return static_cast<Type>(sign | (sum - 0x3f000000u));
+    }
+    const uint32_t rounded = (a - (112u << 23) + 0xfff + ((a >> 13) & 1)) >> 13;
+    return static_cast<Type>(sign | (rounded < 0x7c00 ? rounded : 0x7c00));
+  }
+};
+
+// What the two handlers share: the codes as a matrix, and where the values go.
+struct Job {
+  const uint8_t* codes = nullptr;
+  uint32_t decode[256] = {};
+  int64_t rows = 1;
+  int64_t cols = 1;
+  void* out = nullptr;
+  Float dtype = Float::kF32;
+};
+
+ffi::ErrorOr<Job> MakeJob(std::string_view where, const ffi::AnyBuffer& data,
+                          const ffi::AnyBuffer& x, int64_t k_ndim) {
+  TE_ASSIGN_OR_RETURN(format, FormatOf(where, "data", data.element_type()));
+  TE_ASSIGN_OR_RETURN(dtype, FloatOf(where, "x", x.element_type()));
+  const Dims dims = data.dimensions();
+  if (k_ndim < 0 || k_ndim > static_cast<int64_t>(dims.size())) {
+    return ffi::Unexpected(
+        Invalid(where, "k_ndim", "be at most data's rank", std::to_string(k_ndim), kReport));
+  }
+  const size_t split = dims.size() - static_cast<size_t>(k_ndim);
+  Job job;
+  job.codes = static_cast<const uint8_t*>(data.untyped_data());
+  DecodeTable(format, job.decode);
+  job.rows = Product(dims, 0, split);
+  job.cols = Product(dims, split, dims.size());
+  job.out = x.untyped_data();
+  job.dtype = dtype;
+  TE_RETURN_IF_ERROR(CheckCount(where, "x", x, x.element_type(), job.rows * job.cols));
+  AdviseHugePages(x);
+  return job;
+}
+
+template <Float out>
+void WriteTensor(ffi::ThreadPool& pool, const Job& job, float scale_inv) {
+  using Type = typename Narrow<out>::Type;
+  Type table[256];
+  const Factor factor = TensorFactor(scale_inv);
+  for (int i = 0; i < 256; ++i) table[i] = Narrow<out>::Of(Scaled(job.decode[i], factor));
+  const int64_t n = job.rows * job.cols;
+  Type* x = static_cast<Type*>(job.out);
+  const Pieces pieces = Cut(pool, (n + kPiece - 1) / kPiece, 1);
+  ParallelFor(pool, pieces, [&](int64_t begin, int64_t end) {
+    const int64_t last = std::min(n, end * kPiece);
+    for (int64_t i = begin * kPiece; i < last; ++i) x[i] = table[job.codes[i]];
+  });
+}
+
+// Scales are [rows, ceil(cols / 32)] for axis 1 and [ceil(rows / 32), cols] for axis 0.
+template <Float out>
+void WriteBlocks(ffi::ThreadPool& pool, const Job& job, const uint8_t* scales, bool rowwise) {
+  using Type = typename Narrow<out>::Type;
+  Type* x = static_cast<Type*>(job.out);
+  Factor factors[256];
+  for (int e = 0; e < 256; ++e) factors[e] = BlockFactor(static_cast<uint8_t>(e));
+  const int64_t blocks = (job.cols + kMxBlock - 1) / kMxBlock;
+  const int64_t smallest = kPiece / std::max<int64_t>(1, job.cols);
+  ParallelFor(pool, Cut(pool, job.rows, smallest), [&](int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; ++r) {
+      const uint8_t* row = scales + (rowwise ? r * blocks : r / kMxBlock * job.cols);
+      for (int64_t c = 0; c < job.cols; ++c) {
+        const uint8_t e8m0 = row[rowwise ? c / kMxBlock : c];
+        const int64_t i = r * job.cols + c;
+        x[i] = Narrow<out>::Of(Scaled(job.decode[job.codes[i]], factors[e8m0]));
+      }
+    }
+  });
+}
+
+ffi::Error DequantizeTensorImpl(ffi::ThreadPool pool, ffi::AnyBuffer data, ffi::AnyBuffer scale_inv,
+                                ffi::Result<ffi::AnyBuffer> x, ffi::Dictionary) {
+  TE_RETURN_IF_ERROR(CheckCount("dequantize", "scale_inv", scale_inv, ffi::DataType::F32, 1));
+  TE_ASSIGN_OR_RETURN(job, MakeJob("dequantize", data, *x, 0));
+  const float scale = *scale_inv.typed_data<float>();
+  switch (job.dtype) {
+    case Float::kF32:
+      WriteTensor<Float::kF32>(pool, job, scale);
+      break;
+    case Float::kBf16:
+      WriteTensor<Float::kBf16>(pool, job, scale);
+      break;
+    case Float::kF16:
+      WriteTensor<Float::kF16>(pool, job, scale);
+      break;
+  }
+  return ffi::Error::Success();
+}
+
+ffi::Error DequantizeMxfp8Impl(ffi::ThreadPool pool, ffi::AnyBuffer data, ffi::AnyBuffer scale,
+                               ffi::Result<ffi::AnyBuffer> x, ffi::Dictionary attrs) {
+  constexpr std::string_view kWhere = "dequantize_mxfp8";
+  TE_ASSIGN_OR_RETURN(k_ndim, Attr<int64_t>(kWhere, attrs, "k_ndim"));
+  TE_ASSIGN_OR_RETURN(axis, Attr<int64_t>(kWhere, attrs, "axis"));
+  TE_ASSIGN_OR_RETURN(job, MakeJob(kWhere, data, *x, k_ndim));
+  const bool rowwise = axis == 1;
+  const int64_t blocked = rowwise ? job.cols : job.rows;
+  const int64_t count = (blocked + kMxBlock - 1) / kMxBlock * (rowwise ? job.rows : job.cols);
+  TE_RETURN_IF_ERROR(CheckCount(kWhere, "scale", scale, ffi::DataType::U8, count));
+  const auto* scales = static_cast<const uint8_t*>(scale.untyped_data());
+  switch (job.dtype) {
+    case Float::kF32:
+      WriteBlocks<Float::kF32>(pool, job, scales, rowwise);
+      break;
+    case Float::kBf16:
+      WriteBlocks<Float::kBf16>(pool, job, scales, rowwise);
+      break;
+    case Float::kF16:
+      WriteBlocks<Float::kF16>(pool, job, scales, rowwise);
+      break;
+  }
+  return ffi::Error::Success();
+}
+
+}  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(DequantizeTensor, DequantizeTensorImpl,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()  // data [D..]
+                                  .Arg<ffi::AnyBuffer>()  // scale_inv f32[]
+                                  .Ret<ffi::AnyBuffer>()  // x [D..]
+                                  .Attrs());              // out_dtype: x has it
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(DequantizeMxfp8, DequantizeMxfp8Impl,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()  // data [M.. K..]
+                                  .Arg<ffi::AnyBuffer>()  // scale u8 [M.. K../32] or [M../32 K..]
+                                  .Ret<ffi::AnyBuffer>()  // x [M.. K..]
+                                  .Attrs());              // k_ndim, axis (1 row, 0 col)
+
+}  // namespace te_flax::cpu
