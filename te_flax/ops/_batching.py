@@ -30,7 +30,8 @@ def batch(op: "KernelOp", args, bdims, *, maps, want, **params):
         def call(*arrays):
             return bind(*arrays, maps=maps, want=want, **params)
 
-        special = op.batch(call, _front(args, bdims, [0] * len(args)), on)
+        front = _front(args, bdims, [0] * len(args))
+        special = op.batch(call, front, on, dict(params["attrs"]))
         if special:
             return special
     if joins(op, on):

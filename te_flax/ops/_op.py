@@ -70,8 +70,8 @@ class KernelOp:
             dims which the result lacks.
         replicated: dims or groups that the kernel must see whole.
         batch_group: group that a vmapped axis may join.
-        batch: ``(call, arrays with the batch first, batched) -> (results, dims)``, or
-            None for the default rule.
+        batch: ``(call, arrays with the batch first, batched, attrs) -> (results,
+            dims)``, or None for the default rule.
         partition: ``(plan) -> {dim: mesh axes}`` that pins some dims.
         localize: ``(plan, arrays, attrs) -> (arrays, attrs)`` inside a shard.
         handler: FFI target ``te_flax.<handler>``; None has only the reference.

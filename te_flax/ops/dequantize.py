@@ -1,0 +1,107 @@
+"""FP8 codes and their scales back to float32, bfloat16 or float16."""
+
+import functools
+import math
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from te_flax.errors import message
+from te_flax.ops import _bits
+from te_flax.ops._op import Case, KernelOp
+from te_flax.ops.mxfp8 import BLOCK
+from te_flax.typing import FLOATS, FP8, Array
+
+
+def _scaled(data: Array, scale: Array, lifted: Array, out_dtype: str) -> Array:
+    """Codes * scale / (2^64 where lifted), tiny results as the zero of their sign."""
+    u = _bits.as_float(_bits.widen(data)) * scale
+    # 2^-62 in the lifted range is 2^-126 after the second factor: smaller results
+    # would be subnormal.
+    tiny = lifted & (jnp.abs(u) < jnp.float32(2.0**-62))
+    u = _bits.as_float(jnp.where(tiny, _bits.as_bits(u) & _bits.SIGN, _bits.as_bits(u)))
+    u = u * jnp.where(lifted, jnp.float32(2.0**-64), jnp.float32(1))
+    return _bits.narrow(_bits.as_bits(u), out_dtype)
+
+
+def _dequantize(data: Array, scale_inv: Array, *, out_dtype: str) -> tuple[Array]:
+    scale = _bits.as_float(_bits.flush(_bits.as_bits(scale_inv)))
+    lifted = jnp.abs(scale) < jnp.float32(2.0**-60)
+    scale = scale * jnp.where(lifted, jnp.float32(2.0**64), jnp.float32(1))
+    return (_scaled(data, scale, lifted, out_dtype),)
+
+
+def _block_factor(scale: Array) -> tuple[Array, Array]:
+    """2^(e - 127), times 2^64 where that lifts it out of the small numbers."""
+    e = scale.astype(jnp.int32)
+    lifted = e < 64
+    factor = jnp.where(e == 255, _bits.QUIET_NAN, jnp.where(lifted, e + 64, e) << 23)
+    return _bits.as_float(factor), lifted
+
+
+def _dequantize_mxfp8(
+    data: Array, scale: Array, *, k_ndim: int, out_dtype: str, axis: int
+) -> tuple[Array]:
+    m = math.prod(data.shape[: data.ndim - k_ndim])
+    k = math.prod(data.shape[data.ndim - k_ndim :])
+    blocks = [m, k]
+    blocks[axis] = -(-blocks[axis] // BLOCK)
+    repeated = jnp.repeat(scale.reshape(blocks), BLOCK, axis=axis)[:m, :k]
+    factor, lifted = _block_factor(repeated)
+    return (_scaled(data.reshape(m, k), factor, lifted, out_dtype).reshape(data.shape),)
+
+
+_OUT_DTYPES = tuple(np.dtype(t).name for t in FLOATS)
+_CODES = tuple(FP8.values())
+
+
+def _checked(reference: Any, where: str, *arrays: Array, **attrs: Any) -> tuple[Array]:
+    if attrs["out_dtype"] not in _OUT_DTYPES:
+        rule, got = f"be {' or '.join(_OUT_DTYPES)}", repr(attrs["out_dtype"])
+        raise ValueError(message(where, "out_dtype", rule, got, "cast the result"))
+    return reference(*arrays, **attrs)
+
+
+def _cases(attrs: dict[str, Any], scale_shape: tuple[int, ...], scale_dtype: Any):
+    for format, dtype in FP8.items():
+        for name in _OUT_DTYPES:
+            yield Case(
+                f"{format}_{name}",
+                ((250, 328), scale_shape),
+                (dtype, scale_dtype),
+                {**attrs, "out_dtype": name},
+            )
+
+
+def _mxfp8_op(
+    copy: str, scale: str, axis: int, scale_shape: tuple[int, ...]
+) -> KernelOp:
+    name = f"dequantize_mxfp8_{copy}"
+    reference = functools.partial(_dequantize_mxfp8, axis=axis)
+    return KernelOp(
+        name=name,
+        signature=f"data: M.. K.., scale: {scale} -> x: M.. K..",
+        reference=functools.partial(_checked, reference, name),
+        attrs={"out_dtype": str, "k_ndim": int},
+        groups={"K": "k_ndim"},
+        dtypes={"data": _CODES, "scale": (jnp.uint8,)},
+        batch_group="M",
+        handler="dequantize_mxfp8",
+        handler_attrs={"axis": axis},
+        cases=tuple(_cases({"k_ndim": 1}, scale_shape, jnp.uint8)),
+    )
+
+
+DEQUANTIZE = KernelOp(
+    name="dequantize",
+    signature="data: D.., scale_inv: -> x: D..",
+    reference=functools.partial(_checked, _dequantize, "dequantize"),
+    attrs={"out_dtype": str},
+    dtypes={"data": _CODES, "scale_inv": (jnp.float32,)},
+    batch_group="D",
+    handler="dequantize_tensor",
+    cases=tuple(_cases({}, (), jnp.float32)),
+)
+DEQUANTIZE_MXFP8_ROW = _mxfp8_op("row", "M.. K../32", 1, (250, 11))
+DEQUANTIZE_MXFP8_COL = _mxfp8_op("col", "M../32 K..", 0, (8, 328))
