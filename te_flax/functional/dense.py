@@ -79,7 +79,7 @@ def dense(
         k_ndim: number of dims in ``in``.
         config: quantizers and options; None multiplies unquantized.
         amaxes: amax of earlier steps under delayed scaling.
-        mailbox: float32 ``[258]``; its cotangent carries amax(dy) out of the backward
+        mailbox: float32 ``[279]``; its cotangent carries amax(dy) out of the backward
             pass when ``config.report_dy``.
 
     Returns:

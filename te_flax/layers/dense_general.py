@@ -16,7 +16,7 @@ from te_flax.functional.dense import Amaxes, DenseConfig, dense
 from te_flax.layers._params import init_param
 from te_flax.ops._choice import current as current_kernels
 from te_flax.recipe.base import Recipe
-from te_flax.recipe.context import resolve, tracked
+from te_flax.recipe.context import resolve
 from te_flax.recipe.state import Fp8State, amax_axes
 from te_flax.typing import FLOATS, Array, Axes, Initializer
 
@@ -30,7 +30,8 @@ class DenseGeneral(nnx.Module):
     Args:
         in_features: size of each contracted axis; int or tuple.
         out_features: size of each new axis; int or tuple.
-        axis: contracted axes of the input, as many as ``in_features``.
+        axis: contracted axes of the input, as many as ``in_features``; as in nnx they
+            are taken in ascending order.
         use_bias: whether to add a bias.
         dtype: of the computation and of y; None promotes the input's with the
             parameters'. A recipe reads the kernel in ``param_dtype`` all the same.
@@ -188,7 +189,7 @@ class DenseGeneral(nnx.Module):
             **recipe.quantizers()._asdict(),
             split_accumulator=recipe.split_accumulator,
             amax_axes=axes,
-            report_dy=stateful and tracked() and not self.fp8.use_running_average,
+            report_dy=stateful and not self.fp8.use_running_average,
             **common,
         )
         amaxes = None
@@ -196,7 +197,7 @@ class DenseGeneral(nnx.Module):
             amaxes = Amaxes(
                 x=self.fp8.amax("x", recipe),
                 kernel=self.fp8.amax("kernel", recipe),
-                dy=self.fp8.amax("dy", recipe) if tracked() else None,
+                dy=self.fp8.amax("dy", recipe) if self.fp8.tracked else None,
             )
         y, (x_amax, kernel_amax) = dense(
             x,
@@ -235,7 +236,7 @@ class DenseGeneral(nnx.Module):
                     "add the missing dims or change axis",
                 )
             )
-        axis = tuple(a % x.ndim for a in self.axis)
+        axis = tuple(sorted(a % x.ndim for a in self.axis))
         found = tuple(x.shape[a] for a in axis)
         if found != self.in_features:
             raise ValueError(

@@ -17,7 +17,6 @@ __all__ = [
     "is_recipe_supported",
     "local_amax_axes",
     "resolve",
-    "tracked",
 ]
 
 
@@ -31,7 +30,6 @@ class _Scope:
 
 
 _SCOPE = jax.make_user_context(_Scope())
-_TRACKED = jax.make_user_context(False)
 
 
 @contextlib.contextmanager
@@ -117,11 +115,6 @@ def local_amax_axes() -> tuple[str, ...]:
     return _SCOPE.value.local_amax_axes
 
 
-def tracked() -> bool:
-    """True while ``te.value_and_grad`` (or ``te.grad``) traces the loss."""
-    return _TRACKED.value
-
-
 def is_recipe_supported(name: str | Recipe) -> tuple[bool, str]:
     """Tells whether a recipe can run, and why or why not.
 
@@ -154,8 +147,8 @@ def _check_arguments(recipe: object, enabled: object, axes: object) -> None:
     if not isinstance(enabled, bool):
         rule, remedy = "be True or False", "pass the recipe first, then enabled="
         raise ValueError(message("autocast", "enabled", rule, repr(enabled), remedy))
-    named = isinstance(axes, Sequence) and not isinstance(axes, str)
-    if not named or not all(isinstance(axis, str) for axis in axes):
+    names = axes if isinstance(axes, Sequence) and not isinstance(axes, str) else [None]
+    if not all(isinstance(axis, str) for axis in names):
         rule, remedy = "be a sequence of mesh axis names", 'write ("pp",)'
         raise ValueError(
             message("autocast", "local_amax_axes", rule, repr(axes), remedy)

@@ -41,6 +41,7 @@ class Fp8State(nnx.Module):
         nonfinite: int32 [], how many pushes saw a NaN or an infinity.
         mailbox: float32 [279], zero.
         use_running_average: True freezes all statistics (``model.eval()``).
+        track_gradients: set by ``te.track_gradients`` while it is entered.
 
     Raises:
         ValueError: `amax_history_len` is not a positive integer.
@@ -53,6 +54,7 @@ class Fp8State(nnx.Module):
     """
 
     use_running_average: bool
+    track_gradients: bool
 
     def __init__(self, amax_history_len: int | None = None):
         length = amax_history_len
@@ -71,6 +73,7 @@ class Fp8State(nnx.Module):
         self.nonfinite = Fp8Stat(jnp.zeros((), jnp.int32))
         self.mailbox = Fp8Mailbox(jnp.zeros(MAILBOX_SIZE, jnp.float32))
         self.use_running_average = False
+        self.track_gradients = False
 
     def set_view(self, use_running_average: bool | None = None, **kwargs) -> Mapping:
         """Takes part in ``nnx.view``.
@@ -85,6 +88,11 @@ class Fp8State(nnx.Module):
         if use_running_average is not None:
             self.use_running_average = use_running_average
         return kwargs
+
+    @property
+    def tracked(self) -> bool:
+        """Whether dy uses its history here: somebody fills it and it is not frozen."""
+        return self.track_gradients and not self.use_running_average
 
     def amax(self, name: str, recipe: DelayedScaling) -> Array:
         """Reads the amax that an operand's scale is made from.
