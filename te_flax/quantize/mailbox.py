@@ -48,7 +48,7 @@ def encode(amax: Array) -> Array:
     exponent, mantissa = bits >> _MANTISSA, bits & _MANTISSA_MASK
     present = exponent > 0
     # f in (0.5, 1]: a power of two is its own upper bound, all else the next one.
-    slot = exponent - 1 + (mantissa != 0)
+    slot = exponent - 1 + (mantissa != 0).astype(jnp.int32)
     one_hot = present & (slot == jnp.arange(_EXPONENTS, dtype=jnp.int32))
     digits = (mantissa >> jnp.arange(_MANTISSA, dtype=jnp.int32)) & 1
     digits = jnp.where(present, digits, 0)
@@ -91,7 +91,7 @@ def decode(mailbox: Array) -> Array:
     mantissa = jnp.sum(
         ones << jnp.arange(_MANTISSA, dtype=jnp.int32), axis=-1, dtype=jnp.int32
     )
-    exact = ((top + 1 - (mantissa != 0)) << _MANTISSA) | mantissa
+    exact = ((top + 1 - (mantissa != 0).astype(jnp.int32)) << _MANTISSA) | mantissa
     bound = jnp.where(top == _EXPONENTS - 1, _FLOAT32_MAX_BITS, (top + 1) << _MANTISSA)
     bits = jnp.where(top < 0, 0, jnp.where(single, exact, bound)).astype(jnp.int32)
     flag = (mailbox[..., -1] > 0).astype(jnp.float32)
