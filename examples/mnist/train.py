@@ -44,7 +44,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser(description="Trains a small CNN with te_flax layers on MNIST.")
     recipes = "none, delayed_scaling, current_scaling, mxfp8, or a path to a .toml file"
     parser.add_argument("--recipe", default="delayed_scaling", help=recipes)
-    parser.add_argument("--epochs", type=positive, default=10)
+    parser.add_argument("--epochs", type=positive, default=8)
     parser.add_argument("--batch-size", type=positive, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--metrics", type=Path, help="write a JSON line per epoch here")

@@ -16,7 +16,7 @@ from examples.mnist.model import CNN
 
 PEAK_RATE = 3e-3
 MAX_NONFINITE = 10  # steps in a row; then the run is allowed to fail visibly
-Batch = tuple[np.ndarray, np.ndarray]
+Batch = tuple[Any, Any]  # images and labels: NumPy's outside of jit, JAX's inside
 
 
 def loss_fn(model: CNN, batch: Batch) -> tuple[jax.Array, jax.Array]:

@@ -4,11 +4,19 @@ import gzip
 import sys
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT))  # last, so that an installed te_flax is the one under test
+
+
+@pytest.fixture(autouse=True)
+def standard_promotion():
+    """Optax's Adam raises a float to an integer power, which strict mode refuses."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
 
 
 def idx_bytes(array: np.ndarray) -> bytes:
