@@ -1,33 +1,60 @@
-// amax on CUDA: check, describe, configure, launch.
-#include <algorithm>
+// FFI handlers of amax and amax_to_scale on CUDA: check, describe, configure, launch.
+#include <cmath>
 
-#include "common/ffi.h"
 #include "cuda/kernels/amax.cuh"
+#include "cuda/launch.h"
 
 namespace te_flax::cuda {
 namespace {
 
-ffi::Error CudaError(const char* where, cudaError_t status) {
-  if (status == cudaSuccess) return ffi::Error::Success();
-  return ffi::Error::Internal(std::string(where) + ": CUDA reports " + cudaGetErrorString(status));
+ffi::Error AmaxImpl(cudaStream_t stream, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> amax) {
+  constexpr std::string_view kWhere = "amax";
+  TE_ASSIGN_OR_RETURN(dtype, FloatOf(kWhere, "x", x.element_type()));
+  TE_RETURN_IF_ERROR(CheckCount(kWhere, "amax", *amax, ffi::DataType::F32, 2));
+  const auto n = static_cast<int64_t>(x.element_count());
+  TE_RETURN_IF_ERROR(Clear(kWhere, stream, nullptr, amax->untyped_data(), 2 * sizeof(float)));
+  if (n == 0) return ffi::Error::Success();
+  const unsigned blocks = Blocks(n, int64_t{kFlatThreads} * kFlatPacks * kPack, kMaxFlatBlocks);
+  WithFloat(dtype, [&](auto type) {
+    AmaxKernel<decltype(type)::value>
+        <<<blocks, kFlatThreads, 0, stream>>>(x.untyped_data(), n, AlignedTo(x.untyped_data(), 16),
+                                              static_cast<uint32_t*>(amax->untyped_data()));
+  });
+  return CudaStatus(kWhere, cudaGetLastError());
 }
 
-ffi::Error AmaxImpl(cudaStream_t stream, ffi::AnyBuffer x,
-                    ffi::Result<ffi::Buffer<ffi::F32>> amax) {
-  TE_RETURN_IF_ERROR(CheckShape("amax", "amax", amax->dimensions(), {2}));
-  if (x.element_type() != ffi::DataType::F32) {
-    return Invalid("amax", "x", "be float32", "another type", kReport);
+ffi::ErrorOr<ScaleRule> ReadRule(std::string_view where, const ffi::Dictionary& attrs) {
+  TE_ASSIGN_OR_RETURN(format, Attr<std::string_view>(where, attrs, "format"));
+  TE_ASSIGN_OR_RETURN(margin, Attr<int64_t>(where, attrs, "margin"));
+  TE_ASSIGN_OR_RETURN(power_of_2, Attr<bool>(where, attrs, "power_of_2"));
+  TE_ASSIGN_OR_RETURN(epsilon, Attr<float>(where, attrs, "epsilon"));
+  if (format != "e4m3" && format != "e5m2") {
+    return ffi::Unexpected(Invalid(where, "format", "be e4m3 or e5m2", format, kReport));
   }
-  const int64_t n = static_cast<int64_t>(x.element_count());
-  constexpr int64_t kThreads = 256;
-  constexpr int64_t kMaxBlocks = 1024;
-  TE_RETURN_IF_ERROR(
-      CudaError("amax", cudaMemsetAsync(amax->untyped_data(), 0, 2 * sizeof(float), stream)));
+  if (margin < 0 || margin > 126) {
+    return ffi::Unexpected(
+        Invalid(where, "margin", "be in 0..126", std::to_string(margin), kReport));
+  }
+  return ScaleRule{format == "e4m3" ? 448.0f : 57344.0f,
+                   std::ldexp(1.0f, -static_cast<int>(margin)), epsilon >= 0x1p-126f ? epsilon : 0,
+                   power_of_2};
+}
+
+ffi::Error AmaxToScaleImpl(cudaStream_t stream, ffi::AnyBuffer amax,
+                           ffi::Result<ffi::AnyBuffer> scale, ffi::Result<ffi::AnyBuffer> scale_inv,
+                           ffi::Dictionary attrs) {
+  constexpr std::string_view kWhere = "amax_to_scale";
+  TE_ASSIGN_OR_RETURN(rule, ReadRule(kWhere, attrs));
+  const auto n = static_cast<int64_t>(amax.element_count());
+  TE_RETURN_IF_ERROR(CheckCount(kWhere, "amax", amax, ffi::DataType::F32, n));
+  TE_RETURN_IF_ERROR(CheckCount(kWhere, "scale", *scale, ffi::DataType::F32, n));
+  TE_RETURN_IF_ERROR(CheckCount(kWhere, "scale_inv", *scale_inv, ffi::DataType::F32, n));
   if (n == 0) return ffi::Error::Success();
-  const int blocks = static_cast<int>(std::min((n + kThreads - 1) / kThreads, kMaxBlocks));
-  AmaxF32Kernel<<<blocks, kThreads, 0, stream>>>(static_cast<const uint32_t*>(x.untyped_data()), n,
-                                                 static_cast<uint32_t*>(amax->untyped_data()));
-  return CudaError("amax", cudaGetLastError());
+  constexpr int kThreads = 128;
+  AmaxToScaleKernel<kThreads><<<Blocks(n, kThreads, kMaxFlatBlocks), kThreads, 0, stream>>>(
+      amax.typed_data<float>(), n, rule, scale->typed_data<float>(),
+      scale_inv->typed_data<float>());
+  return CudaStatus(kWhere, cudaGetLastError());
 }
 
 }  // namespace
@@ -35,8 +62,17 @@ ffi::Error AmaxImpl(cudaStream_t stream, ffi::AnyBuffer x,
 XLA_FFI_DEFINE_HANDLER_SYMBOL(Amax, AmaxImpl,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<ffi::AnyBuffer>()          // x [D..]
-                                  .Ret<ffi::Buffer<ffi::F32>>(),  // amax [2]
+                                  .Arg<ffi::AnyBuffer>()   // x [D..]
+                                  .Ret<ffi::AnyBuffer>(),  // amax f32[2]
+                              {ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(AmaxToScale, AmaxToScaleImpl,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                  .Arg<ffi::AnyBuffer>()  // amax f32[B..]
+                                  .Ret<ffi::AnyBuffer>()  // scale f32[B..]
+                                  .Ret<ffi::AnyBuffer>()  // scale_inv f32[B..]
+                                  .Attrs(),               // format, margin, power_of_2, epsilon
                               {ffi::Traits::kCmdBufferCompatible});
 
 }  // namespace te_flax::cuda

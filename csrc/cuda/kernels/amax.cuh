@@ -1,30 +1,121 @@
-// Largest finite magnitude of an array. Raw pointers, no XLA or nanobind includes.
+// Largest finite magnitude of an array, and the scale that a magnitude asks for.
 #ifndef TE_FLAX_CUDA_KERNELS_AMAX_CUH_
 #define TE_FLAX_CUDA_KERNELS_AMAX_CUH_
 
-#include <cuda_runtime.h>
-
-#include <cstdint>
+#include "cuda/kernels/numerics.cuh"
 
 namespace te_flax::cuda {
 
-// amax[0] = bits of the largest finite |x| (values below 2^-126 count as 0), amax[1] = bits of
-// 1.0f when a NaN or Inf is met. Both start as 0; non-negative floats order like their bits.
-__global__ void AmaxF32Kernel(const uint32_t* __restrict__ x, int64_t n, uint32_t* amax) {
-  uint32_t largest = 0;
-  bool special = false;
-  const int64_t step = int64_t{gridDim.x} * blockDim.x;
-  for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < n; i += step) {
-    const uint32_t magnitude = x[i] & 0x7fffffffu;
-    const bool finite = magnitude < 0x7f800000u;
-    if (finite && magnitude >= 0x00800000u) largest = max(largest, magnitude);
-    special |= !finite;
+// What one thread has seen: bits of the largest finite magnitude, and 1.0f after a NaN or Inf.
+struct Amax {
+  uint32_t finite = 0;
+  uint32_t nonfinite = 0;
+
+  // Joins eight elements and returns the bits of their largest magnitude, NaN above Inf.
+  __device__ uint32_t Join(const uint32_t (&bits)[kPack]) {
+    uint32_t largest = 0;
+#pragma unroll
+    for (int j = 0; j < kPack; ++j) largest = max(largest, bits[j] & kAbs);
+    uint32_t usable = largest;
+    if (largest >= kInf) {  // rare: look again for the largest finite one
+      nonfinite = kOne;
+      usable = 0;
+#pragma unroll
+      for (int j = 0; j < kPack; ++j) {
+        const uint32_t a = bits[j] & kAbs;
+        if (a < kInf) usable = max(usable, a);
+      }
+    }
+    finite = max(finite, usable);
+    return largest;
   }
-  largest = __reduce_max_sync(0xffffffffu, largest);
-  special = __any_sync(0xffffffffu, special);
-  if (threadIdx.x % 32 == 0) {
-    atomicMax(&amax[0], largest);
-    if (special) atomicMax(&amax[1], 0x3f800000u);
+
+  // Joins all threads of the block into result[2] in device memory, which starts as zeros.
+  // Non-negative floats order like their bits, and a maximum does not depend on the order.
+  __device__ void Store(uint32_t* result) {
+    __shared__ uint32_t warps[2][32];
+    finite = __reduce_max_sync(~0u, finite);
+    nonfinite = __reduce_or_sync(~0u, nonfinite);
+    if (threadIdx.x % 32 == 0) {
+      warps[0][threadIdx.x / 32] = finite;
+      warps[1][threadIdx.x / 32] = nonfinite;
+    }
+    __syncthreads();
+    if (threadIdx.x != 0) return;
+    for (int w = 1; w < static_cast<int>(blockDim.x) / 32; ++w) {
+      finite = max(finite, warps[0][w]);
+      nonfinite |= warps[1][w];
+    }
+    // Most blocks raise nothing: a read is cheaper than an atomic on one address.
+    if (finite > __ldcg(result)) atomicMax(result, finite);
+    if (nonfinite != 0) atomicMax(result + 1, kOne);
+  }
+};
+
+constexpr int kFlatThreads = 256;
+constexpr int kFlatPacks = 4;  // independent loads in flight per thread
+
+// Grid-stride walk over the packs of a flat array: calls visit(index, valid, pack).
+template <Float dtype, typename Visit>
+__device__ inline void WalkFlat(const void* __restrict__ x, int64_t n, bool aligned, Visit visit) {
+  constexpr int64_t kStep = int64_t{kFlatThreads} * kPack;
+  for (int64_t base = blockIdx.x * kStep * kFlatPacks; base < n;
+       base += gridDim.x * kStep * kFlatPacks) {
+    const int64_t first = base + int64_t{threadIdx.x} * kPack;
+    Pack<dtype> packs[kFlatPacks];
+    int valid[kFlatPacks];
+#pragma unroll
+    for (int i = 0; i < kFlatPacks; ++i) {
+      const int64_t left = n - (first + i * kStep);
+      valid[i] = static_cast<int>(left < 0 ? 0 : left < kPack ? left : kPack);
+      packs[i].Load(x, first + i * kStep, valid[i], aligned);
+    }
+#pragma unroll
+    for (int i = 0; i < kFlatPacks; ++i) visit(first + i * kStep, valid[i], packs[i]);
+  }
+}
+
+template <Float dtype>
+__global__ void __launch_bounds__(kFlatThreads)
+    AmaxKernel(const void* __restrict__ x, int64_t n, bool aligned, uint32_t* amax) {
+  Amax seen;
+  WalkFlat<dtype>(x, n, aligned, [&](int64_t, int, const Pack<dtype>& pack) {
+    uint32_t bits[kPack];
+#pragma unroll
+    for (int j = 0; j < kPack; ++j) bits[j] = pack.Bits(j);
+    seen.Join(bits);
+  });
+  seen.Store(amax);
+}
+
+struct ScaleRule {
+  float fp8_max;
+  float margin_factor;  // 2^-margin
+  float epsilon;        // 0 or at least 2^-126
+  bool power_of_2;
+};
+
+// scale = clamp(fp8_max / max(amax, epsilon) * 2^-margin), scale_inv = 1 / scale; 1 where amax is
+// 0 or not finite. Both divisions are IEEE.
+inline __device__ void ScaleOf(float amax, const ScaleRule& rule, float* scale, float* scale_inv) {
+  *scale = *scale_inv = 1.0f;
+  const uint32_t bits = Flush(__float_as_uint(amax));
+  if ((bits & kAbs) >= kInf) return;
+  const float a = fmaxf(__uint_as_float(bits), rule.epsilon);
+  if (!(a > 0.0f)) return;
+  const float wanted = __fmul_rn(__fdiv_rn(rule.fp8_max, a), rule.margin_factor);
+  float s = fminf(fmaxf(wanted, 0x1p-126f), 0x1p126f);
+  if (rule.power_of_2) s = __uint_as_float(__float_as_uint(s) & kInf);
+  *scale = s;
+  *scale_inv = __fdiv_rn(1.0f, s);
+}
+
+template <int kThreads>
+__global__ void AmaxToScaleKernel(const float* __restrict__ amax, int64_t n, ScaleRule rule,
+                                  float* scale, float* scale_inv) {
+  const int64_t step = int64_t{gridDim.x} * kThreads;
+  for (int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x; i < n; i += step) {
+    ScaleOf(amax[i], rule, &scale[i], &scale_inv[i]);
   }
 }
 

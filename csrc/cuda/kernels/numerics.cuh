@@ -1,0 +1,135 @@
+// The numerics of one element, and packs of eight elements. Raw pointers, no XLA or nanobind.
+//
+// Nothing here depends on a float32 subnormal: an input below 2^-126 becomes the zero of its sign
+// by an integer compare. The conversions to FP8 are the hardware's (sm_89 and newer): nearest
+// even, saturating, every NaN to 0x7f, which is what the library defines.
+#ifndef TE_FLAX_CUDA_KERNELS_NUMERICS_CUH_
+#define TE_FLAX_CUDA_KERNELS_NUMERICS_CUH_
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_fp8.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "common/formats.h"
+
+namespace te_flax::cuda {
+
+constexpr uint32_t kAbs = 0x7fffffffu;
+constexpr uint32_t kInf = 0x7f800000u;
+constexpr uint32_t kOne = 0x3f800000u;
+constexpr uint32_t kMinNormal = 0x00800000u;
+constexpr uint32_t kQuietNan = 0x7fc00000u;
+constexpr int kPack = 8;  // elements that a thread loads at once: 16 bytes of bf16 or f16
+
+__device__ inline uint32_t Flush(uint32_t bits) {
+  return (bits & kAbs) < kMinNormal ? bits & ~kAbs : bits;
+}
+
+// A variant that must do nothing has noop[0] != 0 (a subnormal counts as 0).
+__device__ inline bool Skips(const uint32_t* noop) {
+  return noop != nullptr && (noop[0] & kAbs) >= kMinNormal;
+}
+
+// Eight elements as they lie in memory; missing ones are zero.
+template <Float dtype>
+struct Pack {
+  static constexpr int kBytes = dtype == Float::kF32 ? 4 : 2;
+  static constexpr int kWords = kPack * kBytes / 4;
+  uint32_t words[kWords];
+
+  // `aligned`: x and index allow 16-byte loads wherever all eight are valid.
+  __device__ void Load(const void* __restrict__ x, int64_t index, int valid, bool aligned) {
+    const char* from = static_cast<const char*>(x) + index * kBytes;
+    if (aligned && valid == kPack) {
+#pragma unroll
+      for (int i = 0; i < kWords; i += 4) {
+        const uint4 v = __ldg(reinterpret_cast<const uint4*>(from + 4 * i));
+        words[i] = v.x, words[i + 1] = v.y, words[i + 2] = v.z, words[i + 3] = v.w;
+      }
+      return;
+    }
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) words[i] = 0;
+    if (valid <= 0) return;
+#pragma unroll
+    for (int j = 0; j < kPack; ++j) {
+      if (j >= valid) continue;
+      if constexpr (dtype == Float::kF32) {
+        words[j] = __ldg(reinterpret_cast<const uint32_t*>(from) + j);
+      } else {
+        const uint32_t half = __ldg(reinterpret_cast<const uint16_t*>(from) + j);
+        words[j / 2] |= half << (16 * (j % 2));
+      }
+    }
+  }
+
+  // The flushed float32 bits of element j.
+  __device__ uint32_t Bits(int j) const {
+    if constexpr (dtype == Float::kF32) {
+      return Flush(words[j]);
+    } else {
+      const uint32_t word = words[j / 2];
+      if constexpr (dtype == Float::kBf16) {
+        return Flush(j % 2 == 0 ? word << 16 : word & 0xffff0000u);
+      } else {  // the least f16 magnitude is 2^-24: there is nothing to flush
+        const uint16_t half = static_cast<uint16_t>(j % 2 == 0 ? word : word >> 16);
+        return __float_as_uint(__half2float(__ushort_as_half(half)));
+      }
+    }
+  }
+};
+
+// Two codes, that of `lo` in the low byte.
+__device__ inline uint32_t Encode2(float lo, float hi, Format format) {
+  const float2 pair = make_float2(lo, hi);
+  return format == Format::kE4M3 ? __nv_cvt_float2_to_fp8x2(pair, __NV_SATFINITE, __NV_E4M3)
+                                 : __nv_cvt_float2_to_fp8x2(pair, __NV_SATFINITE, __NV_E5M2);
+}
+
+__device__ inline uint2 Encode8(const float (&v)[kPack], Format format) {
+  uint2 codes;
+  codes.x = Encode2(v[0], v[1], format) | Encode2(v[2], v[3], format) << 16;
+  codes.y = Encode2(v[4], v[5], format) | Encode2(v[6], v[7], format) << 16;
+  return codes;
+}
+
+// Stores the first `valid` of eight bytes.
+__device__ inline void StoreCodes(uint8_t* to, uint2 codes, int valid, bool aligned) {
+  if (aligned && valid == kPack) {
+    *reinterpret_cast<uint2*>(to) = codes;
+    return;
+  }
+#pragma unroll
+  for (int j = 0; j < kPack; ++j) {
+    const uint32_t word = j < 4 ? codes.x : codes.y;
+    if (j < valid) to[j] = static_cast<uint8_t>(word >> (8 * (j % 4)));
+  }
+}
+
+// e8m0 byte of a block whose largest magnitude has these float32 bits (NaN sorts above Inf):
+// amax / max rounded up to a power of two.
+__device__ inline uint32_t BlockScale(uint32_t amax, Format format) {
+  if (amax >= kInf) return amax > kInf ? 255 : 254;
+  const bool tiny = amax < (27u << 23);  // 2^-100: the quotient could become subnormal
+  const float a = __uint_as_float(amax) * (tiny ? 0x1p64f : 1.0f);
+  const float quotient = a * (format == Format::kE4M3 ? 1.0f / 448.0f : 1.0f / 57344.0f);
+  const int bits = static_cast<int>(__float_as_uint(quotient));
+  return max(((bits + 0x7fffff) >> 23) - (tiny ? 64 : 0), 0);
+}
+
+// 2^(127 - e) as two factors. 2^-127 is subnormal, so a block with an infinity (254) is scaled in
+// two normal steps. A NaN block (255) becomes NaN throughout.
+struct BlockFactors {
+  float first, second;
+  __device__ explicit BlockFactors(uint32_t e8m0) {
+    first = __uint_as_float(e8m0 == 255 ? kQuietNan : e8m0 == 254 ? 64u << 23 : (254 - e8m0) << 23);
+    second = e8m0 == 254 ? 0x1p-64f : 1.0f;
+  }
+};
+
+}  // namespace te_flax::cuda
+
+#endif  // TE_FLAX_CUDA_KERNELS_NUMERICS_CUH_

@@ -1,0 +1,111 @@
+// FFI handler of the MXFP8 quantizers on CUDA: row, col or both, plain or swizzled scales, noop.
+#include "cuda/kernels/mxfp8.cuh"
+#include "cuda/launch.h"
+
+namespace te_flax::cuda {
+namespace {
+
+constexpr std::string_view kWhere = "quantize_mxfp8";
+
+int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Bytes of the scales of `rows` rows of `blocks` blocks.
+int64_t ScaleBytes(int64_t rows, int64_t blocks, bool swizzled) {
+  return swizzled ? CeilDiv(rows, 128) * CeilDiv(blocks, 4) * 512 : rows * blocks;
+}
+
+// Codes and scales of one copy whose scales have `rows` rows of `blocks` blocks. Where tiles are
+// not full, the scales are cleared first: padding bytes are zero.
+ffi::Error TakeCopy(cudaStream_t stream, const Mxfp8Quantize& p, std::string_view name,
+                    const ffi::AnyBuffer& codes, const ffi::AnyBuffer& scales, int64_t rows,
+                    int64_t blocks) {
+  const int64_t bytes = ScaleBytes(rows, blocks, p.swizzled);
+  TE_RETURN_IF_ERROR(CheckCount(kWhere, name, codes, codes.element_type(), p.m * p.k));
+  TE_RETURN_IF_ERROR(
+      CheckCount(kWhere, std::string(name) + "_scale", scales, ffi::DataType::U8, bytes));
+  if (bytes == rows * blocks) return ffi::Error::Success();
+  return Clear(kWhere, stream, p.noop, scales.untyped_data(), bytes);
+}
+
+ffi::Error Describe(cudaStream_t stream, const Operands& all, bool row, bool col,
+                    Mxfp8Quantize* p) {
+  size_t next = 0;
+  if (row) {
+    const ffi::AnyBuffer &codes = all.rets[next], &scales = all.rets[next + 1];
+    TE_ASSIGN_OR_RETURN(format, FormatOf(kWhere, "row", codes.element_type()));
+    TE_RETURN_IF_ERROR(TakeCopy(stream, *p, "row", codes, scales, p->m, CeilDiv(p->k, kMxBlock)));
+    p->row_format = format;
+    p->row = static_cast<uint8_t*>(codes.untyped_data());
+    p->row_scale = static_cast<uint8_t*>(scales.untyped_data());
+    next += 2;
+  }
+  if (col) {
+    const ffi::AnyBuffer &codes = all.rets[next], &scales = all.rets[next + 1];
+    TE_ASSIGN_OR_RETURN(format, FormatOf(kWhere, "col", codes.element_type()));
+    // Swizzled column scales are those of the transpose, [k, m / 32].
+    TE_RETURN_IF_ERROR(TakeCopy(stream, *p, "col", codes, scales, p->k, CeilDiv(p->m, kMxBlock)));
+    p->col_format = format;
+    p->col = static_cast<uint8_t*>(codes.untyped_data());
+    p->col_scale = static_cast<uint8_t*>(scales.untyped_data());
+  }
+  p->aligned = AlignedTo(p->x, 16) && AlignedTo(p->row, 8) && AlignedTo(p->col, 8) &&
+               AlignedTo(p->col_scale, 8) && p->k % kPack == 0;
+  TE_RETURN_IF_ERROR(CheckCount(kWhere, "amax", all.rets.back(), ffi::DataType::F32, 2));
+  p->amax = static_cast<uint32_t*>(all.rets.back().untyped_data());
+  return Clear(kWhere, stream, p->noop, p->amax, 2 * sizeof(float));
+}
+
+void Launch(cudaStream_t stream, Float dtype, const Mxfp8Quantize& p, bool row, bool col) {
+  const int64_t tiles = CeilDiv(p.m, kMxBlock) * CeilDiv(p.k, kMxTileColumns);
+  const unsigned blocks = Blocks(tiles, kMxWarps);
+  WithFloat(dtype, [&](auto type) {
+    constexpr Float kType = decltype(type)::value;
+    if (row && col) {
+      QuantizeMxfp8Kernel<kType, true, true><<<blocks, 32 * kMxWarps, 0, stream>>>(p);
+    } else if (row) {
+      QuantizeMxfp8Kernel<kType, true, false><<<blocks, 32 * kMxWarps, 0, stream>>>(p);
+    } else {
+      QuantizeMxfp8Kernel<kType, false, true><<<blocks, 32 * kMxWarps, 0, stream>>>(p);
+    }
+  });
+}
+
+ffi::Error QuantizeMxfp8Impl(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                             ffi::Dictionary attrs) {
+  const bool noop = AttrOr(attrs, "noop", false);
+  const bool row = AttrOr(attrs, "row", false);
+  const bool col = AttrOr(attrs, "col", false);
+  TE_ASSIGN_OR_RETURN(k_ndim, Attr<int64_t>(kWhere, attrs, "k_ndim"));
+  const size_t n_rets = 2 * (size_t{row} + size_t{col}) + 1;
+  TE_ASSIGN_OR_RETURN(all, Collect(kWhere, args, rets, noop ? 2 + n_rets : 1, n_rets));
+  const ffi::AnyBuffer& x = all.args[noop ? 1 : 0];
+  TE_ASSIGN_OR_RETURN(dtype, FloatOf(kWhere, "x", x.element_type()));
+  TE_ASSIGN_OR_RETURN(extent, AsExtent(kWhere, x, k_ndim));
+  Mxfp8Quantize p = {};
+  p.x = x.untyped_data();
+  p.m = extent.rows;
+  p.k = extent.cols;
+  p.swizzled = AttrOr(attrs, "swizzled", false);
+  if (noop) {
+    TE_ASSIGN_OR_RETURN(flag, TakeNoop(kWhere, stream, all));
+    p.noop = flag;
+  }
+  TE_RETURN_IF_ERROR(Describe(stream, all, row, col, &p));
+  if (p.m * p.k == 0) return ffi::Error::Success();
+  Launch(stream, dtype, p, row, col);
+  return CudaStatus(kWhere, cudaGetLastError());
+}
+
+}  // namespace
+
+// Operands: [noop f32[1]] x [M.. K..] [previous results]; results: [row, row_scale] [col,
+// col_scale] amax f32[2]. Attributes: row, col, swizzled, noop (bool), k_ndim (int64).
+XLA_FFI_DEFINE_HANDLER_SYMBOL(QuantizeMxfp8, QuantizeMxfp8Impl,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                  .RemainingArgs()
+                                  .RemainingRets()
+                                  .Attrs(),
+                              {ffi::Traits::kCmdBufferCompatible});
+
+}  // namespace te_flax::cuda

@@ -1,0 +1,89 @@
+// FFI handler of the tensor-scaled quantizers on CUDA: row, col or both, with or without noop.
+#include "cuda/kernels/quantize.cuh"
+#include "cuda/launch.h"
+
+namespace te_flax::cuda {
+namespace {
+
+constexpr std::string_view kWhere = "quantize";
+
+// The kernel's view of one call, without noop; fails where a shape or type does not fit.
+ffi::ErrorOr<TensorQuantize> Describe(const Operands& all, bool noop, bool row, bool col,
+                                      int64_t k_ndim) {
+  const ffi::AnyBuffer& x = all.args[noop ? 1 : 0];
+  const ffi::AnyBuffer& scale = all.args[noop ? 2 : 1];
+  TE_ASSIGN_OR_RETURN(extent, AsExtent(kWhere, x, k_ndim));
+  TensorQuantize p = {};
+  p.x = x.untyped_data();
+  p.m = extent.rows;
+  p.k = extent.cols;
+  TE_RETURN_IF_ERROR(CheckCount(kWhere, "scale", scale, ffi::DataType::F32, 1));
+  for (size_t i = 0; i + 1 < all.rets.size(); ++i) {
+    const bool is_row = row && i == 0;
+    const ffi::AnyBuffer& codes = all.rets[i];
+    const std::string_view name = is_row ? "row" : "col";
+    TE_ASSIGN_OR_RETURN(format, FormatOf(kWhere, name, codes.element_type()));
+    TE_RETURN_IF_ERROR(CheckCount(kWhere, name, codes, codes.element_type(), extent.size()));
+    (is_row ? p.row : p.col) = static_cast<uint8_t*>(codes.untyped_data());
+    (is_row ? p.row_format : p.col_format) = format;
+  }
+  TE_RETURN_IF_ERROR(CheckCount(kWhere, "amax", all.rets.back(), ffi::DataType::F32, 2));
+  p.scale = scale.typed_data<float>();
+  p.amax = static_cast<uint32_t*>(all.rets.back().untyped_data());
+  // The flat kernel's packs start at multiples of 8 elements; a tile's only if rows do.
+  p.row_aligned = AlignedTo(p.x, 16) && AlignedTo(p.row, 8) && (!col || p.k % kPack == 0);
+  p.col_aligned = AlignedTo(p.col, 16) && p.m % 16 == 0;
+  return p;
+}
+
+void Launch(cudaStream_t stream, Float dtype, const TensorQuantize& p, bool row, bool col) {
+  WithFloat(dtype, [&](auto type) {
+    constexpr Float kType = decltype(type)::value;
+    if (!col) {
+      constexpr int64_t kPerBlock = int64_t{kFlatThreads} * kFlatPacks * kPack;
+      QuantizeRowKernel<kType>
+          <<<Blocks(p.m * p.k, kPerBlock, kMaxFlatBlocks), kFlatThreads, 0, stream>>>(p);
+      return;
+    }
+    const unsigned tiles = Blocks((p.m + kTile - 1) / kTile * ((p.k + kTile - 1) / kTile), 1);
+    if (row) {
+      QuantizeTileKernel<kType, true><<<tiles, kTileThreads, 0, stream>>>(p);
+    } else {
+      QuantizeTileKernel<kType, false><<<tiles, kTileThreads, 0, stream>>>(p);
+    }
+  });
+}
+
+ffi::Error QuantizeTensorImpl(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                              ffi::Dictionary attrs) {
+  const bool noop = AttrOr(attrs, "noop", false);
+  const bool row = AttrOr(attrs, "row", false);
+  const bool col = AttrOr(attrs, "col", false);
+  TE_ASSIGN_OR_RETURN(k_ndim, Attr<int64_t>(kWhere, attrs, "k_ndim"));
+  const size_t n_rets = size_t{row} + size_t{col} + 1;
+  TE_ASSIGN_OR_RETURN(all, Collect(kWhere, args, rets, noop ? 3 + n_rets : 2, n_rets));
+  TE_ASSIGN_OR_RETURN(p, Describe(all, noop, row, col, k_ndim));
+  TE_ASSIGN_OR_RETURN(dtype, FloatOf(kWhere, "x", all.args[noop ? 1 : 0].element_type()));
+  if (noop) {
+    TE_ASSIGN_OR_RETURN(flag, TakeNoop(kWhere, stream, all));
+    p.noop = flag;
+  }
+  TE_RETURN_IF_ERROR(Clear(kWhere, stream, p.noop, p.amax, 2 * sizeof(float)));
+  if (p.m * p.k == 0) return ffi::Error::Success();
+  Launch(stream, dtype, p, row, col);
+  return CudaStatus(kWhere, cudaGetLastError());
+}
+
+}  // namespace
+
+// Operands: [noop f32[1]] x [M.. K..] scale f32[] [previous results]; results: [row [M.. K..]]
+// [col [K.. M..]] amax f32[2]. Attributes: row, col, noop (bool), k_ndim (int64).
+XLA_FFI_DEFINE_HANDLER_SYMBOL(QuantizeTensor, QuantizeTensorImpl,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                  .RemainingArgs()
+                                  .RemainingRets()
+                                  .Attrs(),
+                              {ffi::Traits::kCmdBufferCompatible});
+
+}  // namespace te_flax::cuda
