@@ -13,12 +13,12 @@ import logging
 import re
 import sys
 from collections.abc import Mapping
+from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import jax
-import jaxlib
 
 from te_flax._version import __version__
 from te_flax.config import CONFIG
@@ -71,7 +71,7 @@ def _check(file: str, info: Mapping[str, Any]) -> None:
     # A handler with a newer API would make XLA refuse the whole platform later.
     if runtime and (built[0] != runtime[0] or built[1] > runtime[1]):
         rule = "be built for at most XLA FFI API {}.{}, that of jaxlib {}".format(
-            *runtime, jaxlib.__version__
+            *runtime, metadata.version("jaxlib")
         )
         raise ImportError(
             message("te_flax", file, rule, "{}.{}".format(*built), REINSTALL)
