@@ -26,7 +26,8 @@ def test_the_command_from_another_directory(idx_folder, tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert "test accuracy" in done.stdout
-    entries = [json.loads(line) for line in (tmp_path / "m.jsonl").open()]
+    lines = (tmp_path / "m.jsonl").read_text().splitlines()
+    entries = [json.loads(line) for line in lines]
     assert [list(entry) for entry in entries] == [[*FIELDS, "seconds"]] * 2
     assert [entry["epoch"] for entry in entries] == [1, 2]
     assert all(math.isfinite(value) for entry in entries for value in entry.values())
