@@ -10,20 +10,12 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jax.sharding import AxisType, Mesh, NamedSharding
 
+from te_flax.ops import _extension
 from te_flax.ops._partition import partitioned
 from te_flax.ops._plan import axes_of, bare_types, mesh_of
 
 if TYPE_CHECKING:
     from te_flax.ops._op import KernelOp
-
-try:
-    from te_flax.ops import _extension
-except ImportError:  # not there yet
-
-    class _extension:
-        has = staticmethod(lambda *_: False)
-        why_not = staticmethod(lambda *_: "none is built")
-
 
 PLATFORMS = ("cpu", "cuda")
 _TYPED = {float: np.float32, int: np.int64, bool: np.bool_, str: str}
@@ -144,11 +136,12 @@ def lower(op: "KernelOp", ctx, *args, maps, attrs, impl, want):
                 op.primitive.bind, maps=maps, attrs=attrs, impl=impl, want=bare
             )
         fn = _in_shard_map(op, mesh, auto, plan, shard, inner, attrs, dtypes)
-    elif impl == "reference" or (mesh.axis_names and not auto):
+    elif impl == "reference" or (mesh.axis_names and not auto) or 0 in sum(shapes, ()):
         fn = functools.partial(shard, None)
     else:
         ctx, full = _auto_view(op, ctx, mesh, auto, manual)
-        fn = partitioned(op, shapes, maps, attrs, shard, dtypes, full)
+        sizes = [mesh.shape[a] for a in auto]
+        fn = partitioned(op, shapes, maps, attrs, shard, dtypes, sizes, full)
     return mlir.lower_fun(fn, multiple_results=True)(ctx, *args)
 
 
@@ -217,8 +210,8 @@ def _auto_view(op, ctx, mesh, auto, manual):
     if ctx.module_context.lowering_parameters.for_export and devices > 1:
         raise NotImplementedError(
             f"{op.name}: a partitioned op cannot be exported from an Auto mesh; "
-            "export it under an Explicit mesh (AxisType.Explicit), inside jax.shard_map, or with "
-            f"te.kernels('{op.name}=reference')"
+            "export it under an Explicit mesh (AxisType.Explicit), inside "
+            f"jax.shard_map, or with te.kernels('{op.name}=reference')"
         )
     if full is not None:
         # The partitioner shows shardings over the Auto axes only, as a mesh of its own;

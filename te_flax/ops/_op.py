@@ -3,7 +3,7 @@
 From the signature and the reference follow the shape errors, the abstract evaluation,
 the lowering per platform, vmap, and the sharding in every mesh mode: Auto meshes
 through custom_partitioning, Explicit ones through jax.shard_map inside the lowering,
-manual axes run the bare kernel. One :class:`~te_flax.ops._plan.Plan` serves all of them.
+manual axes run the bare kernel. One :class:`~te_flax.ops._plan.Plan` serves them all.
 """
 
 import dataclasses

@@ -1,5 +1,7 @@
 """Auto meshes: custom_partitioning with a Shardy rule derived from the signature."""
 
+import math
+import re
 from typing import TYPE_CHECKING
 
 import jax
@@ -16,26 +18,28 @@ if TYPE_CHECKING:
 class ShardyRule:
     """What XLA's propagation is told; :class:`Plan` decides what then happens.
 
-    A dim with block scales that divides into whole blocks is the product of factors
-    ``d_n d_s``, and its block dim is ``d_n``. A ragged one must be replicated. A block
-    dim over several dims has a factor of its own: nothing propagates through it.
+    A dim that ends a blocked group and divides into whole blocks is the product of
+    factors ``d_n d_s``, and the block dim is ``d_n`` behind the group's other dims. A
+    block dim that cannot be spelled so has a factor of its own: nothing propagates
+    through it. A lone ragged dim must be replicated.
     """
 
-    def __init__(self, layout: Layout, replicated):
+    def __init__(self, layout: Layout, replicated, axis_sizes):
         self.layout = layout
         self.block_size: dict[str, int] = {}
         self.keep: set[str] = set()
+        self.sizes: dict[str, int] = {}  # of factors that only occur in products
         self._count = 0
-        dims = (*layout.ins, *layout.outs)
-        single: dict[str, set[int]] = {}
-        for e in (e for array in dims for e in array if isinstance(e, Block)):
-            if len(e.dims) == 1:
-                single.setdefault(e.dims[0], set()).add(e.size)
-        for d, sizes in single.items():
-            if len(sizes) == 1 and layout.sizes[d] % min(sizes) == 0:
-                self.block_size[d] = min(sizes)
+        entries = [e for dims in (*layout.ins, *layout.outs) for e in dims]
+        blocks = {e for e in entries if isinstance(e, Block)}
+        for d in {b.dims[-1] for b in blocks if b.dims}:
+            size = {b.size for b in blocks if d in b.dims}
+            count, ragged = divmod(layout.sizes[d], min(size))
+            whole = len(size) == 1 and not ragged and count > 1
+            if whole and not _splits(count, axis_sizes):
+                self.block_size[d] = min(size)
                 self.keep.add(f"{d}_s")
-            else:
+            elif not whole and any(b.dims == (d,) for b in blocks):
                 self.keep.add(d)
         self.keep |= {self.factor(d) for d in replicated}
         self.text = " -> ".join(
@@ -51,12 +55,20 @@ class ShardyRule:
         if isinstance(entry, str):
             whole = entry in self.block_size
             return f"({entry}_n {entry}_s)" if whole else entry
-        single = isinstance(entry, Block) and len(entry.dims) == 1
-        if single and self.block_size.get(entry.dims[0]) == entry.size:
-            return f"{entry.dims[0]}_n"
         self._count += 1
         own = f"own{self._count}"
-        if isinstance(entry, int) or single:
+        if isinstance(entry, Block) and entry.dims:
+            *before, last = entry.dims
+            words = [d for d in before if self.layout.sizes[d] > 1]
+            blocks, ragged = divmod(self.layout.sizes[last], entry.size)
+            if last in self.block_size:
+                words.append(f"{last}_n")
+            elif words and not ragged and blocks > 1:
+                words.append(own)
+                self.sizes[own] = blocks
+            if words and not ragged:  # a product must have no factors of size 1
+                return f"({' '.join(words)})" if len(words) > 1 else words[0]
+        if isinstance(entry, int) or self.keep.intersection(entry.dims):
             self.keep.add(own)
         return own
 
@@ -64,17 +76,27 @@ class ShardyRule:
         """Keyword arguments of ``def_partition``."""
         kept = {d for dims in self.layout.outs for d in names(dims)}
         lost = {d for dims in self.layout.ins for d in names(dims)} - kept
+        alone = set(self.text.replace(",", " ").split())
+        order = re.findall(r"\w+", self.text)  # jax wants factors as they appear
+        summed = {self.factor(d) for d in lost} - self.keep
+        sizes = self.sizes | {f"{d}_s": n for d, n in self.block_size.items()}
+        for d, n in self.block_size.items():
+            if f"{d}_n" not in alone:  # jax asks for factors seen only in products
+                sizes[f"{d}_n"] = self.layout.sizes[d] // n
         return {
             "sharding_rule": self.text,
-            "need_replication_factors": tuple(sorted(self.keep)),
-            "reduction_factors": tuple(
-                sorted({self.factor(d) for d in lost} - self.keep)
-            ),
-            **{f"{d}_s": n for d, n in self.block_size.items()},
+            "need_replication_factors": tuple(sorted(self.keep, key=order.index)),
+            "reduction_factors": tuple(sorted(summed, key=order.index)),
+            **sizes,
         }
 
 
-def partitioned(op: "KernelOp", shapes, maps, attrs, shard, dtypes, full):
+def _splits(count: int, axis_sizes) -> bool:
+    """Whether Shardy would cut an axis to fit a factor, which no spec can express."""
+    return any(1 < math.gcd(count, n) < n for n in axis_sizes)
+
+
+def partitioned(op: "KernelOp", shapes, maps, attrs, shard, dtypes, axis_sizes, full):
     """Wraps the per-shard function so that XLA's partitioner asks the Plan.
 
     Args:
@@ -84,13 +106,14 @@ def partitioned(op: "KernelOp", shapes, maps, attrs, shard, dtypes, full):
         attrs: static attributes, as sorted pairs.
         shard: ``(plan or None, *arrays) -> results`` of one shard.
         dtypes: of the results.
+        axis_sizes: of the Auto mesh axes.
         full: the whole mesh inside a partly manual shard_map, else None.
 
     Returns:
         A function of the operands.
     """
     layout = op.dims.layout(shapes, maps, attrs)
-    rule = ShardyRule(layout, op.concrete(op.replicated, layout))
+    rule = ShardyRule(layout, op.concrete(op.replicated, layout), axis_sizes)
 
     def partition(mesh, args, results):
         specs = [a.sharding.spec for a in args]

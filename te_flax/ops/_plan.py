@@ -239,7 +239,7 @@ class Plan:
             yield r if r.dtype == dtype else r.astype(dtype)
 
     def _pieces(self, dims: Dims):
-        """Block dims cut beyond their leading pieces: position, sizes, the other axes."""
+        """Block dims that are cut behind their leading pieces: position, sizes, axes."""
         for at, entry in enumerate(dims):
             view = isinstance(entry, Block) and self.view(entry)
             if view:
