@@ -14,6 +14,7 @@ import re
 import sys
 from collections.abc import Mapping
 from importlib import metadata
+from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -80,7 +81,8 @@ def _check(file: str, info: Mapping[str, Any]) -> None:
 
 def _import(name: str) -> ModuleType | None:
     """Imports a compiled module, or returns None where there is none."""
-    spec = importlib.util.find_spec(f"te_flax.{name}")
+    # Beside this file only: an editable install of another tree would offer its own.
+    spec = PathFinder.find_spec(f"te_flax.{name}", [str(PACKAGE)])
     if spec is None:
         return None
     try:
