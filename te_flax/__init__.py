@@ -1,1 +1,39 @@
-"""te_flax: Flax NNX layers for low-precision training."""
+"""te_flax: Flax NNX layers for low-precision training.
+
+The whole public surface: ``import te_flax as te``.
+"""
+
+from te_flax.functional.dense import Amaxes as Amaxes
+from te_flax.functional.dense import DenseConfig as DenseConfig
+from te_flax.functional.dense import dense as dense
+from te_flax.layers.dense_general import DenseGeneral as DenseGeneral
+from te_flax.ops._choice import kernels as kernels
+from te_flax.quantize.gemm import gemm as gemm
+from te_flax.quantize.mxfp8 import MXFP8Quantizer as MXFP8Quantizer
+from te_flax.quantize.per_tensor import TensorQuantizer as TensorQuantizer
+from te_flax.quantize.quantizer import Identity as Identity
+from te_flax.quantize.quantizer import Quantized as Quantized
+from te_flax.quantize.quantizer import Quantizer as Quantizer
+from te_flax.quantize.tensor import ScaledTensor as ScaledTensor
+from te_flax.recipe.base import Recipe as Recipe
+from te_flax.recipe.checkpoint import checkpoint_filter as checkpoint_filter
+from te_flax.recipe.checkpoint import restore_state as restore_state
+from te_flax.recipe.context import HIGH_PRECISION as HIGH_PRECISION
+from te_flax.recipe.context import autocast as autocast
+from te_flax.recipe.context import current_recipe as current_recipe
+from te_flax.recipe.context import is_recipe_supported as is_recipe_supported
+from te_flax.recipe.current import Float8CurrentScaling as Float8CurrentScaling
+from te_flax.recipe.delayed import DelayedScaling as DelayedScaling
+from te_flax.recipe.mxfp8 import MXFP8BlockScaling as MXFP8BlockScaling
+from te_flax.recipe.presets import load_recipe as load_recipe
+from te_flax.recipe.state import Fp8Mailbox as Fp8Mailbox
+from te_flax.recipe.state import Fp8Stat as Fp8Stat
+from te_flax.recipe.state import Fp8State as Fp8State
+from te_flax.recipe.transforms import absorb as absorb
+from te_flax.recipe.transforms import diff_filter as diff_filter
+from te_flax.recipe.transforms import grad as grad
+from te_flax.recipe.transforms import track_gradients as track_gradients
+from te_flax.recipe.transforms import value_and_grad as value_and_grad
+from te_flax.sharding import logical_axis_rules as logical_axis_rules
+
+__version__ = "0.1.0"

@@ -88,7 +88,8 @@ def dense(
 
     Raises:
         ValueError: ranks or contracted sizes do not match.
-        TypeError: an operand is no float32, bfloat16 or float16 array.
+        TypeError: an operand is no float32, bfloat16 or float16 array (float64 only
+            unquantized and with ``jax_enable_x64``).
 
     Example:
         >>> import jax.numpy as jnp
@@ -96,7 +97,7 @@ def dense(
         >>> y.shape, float(y[0, 0])
         ((2, 4), 4.0)
     """
-    _check(x, kernel, bias, k_ndim)
+    _check(x, kernel, bias, k_ndim, config)
     if bias is not None:
         bias = jnp.asarray(bias)
     config = config or DenseConfig()
@@ -207,7 +208,8 @@ def _dense_bwd(static, res: Residuals, cotangents):
     )
     dbias = mail = None
     if bias_type is not None:
-        dbias = jnp.sum(dy.astype(jnp.float32), tuple(tokens))
+        wide = jnp.promote_types(dy.dtype, jnp.float32)
+        dbias = jnp.sum(dy.astype(wide), tuple(tokens))
         dbias = cotangent_like(dbias, bias_type)
     if mail_type is not None:
         mail = jnp.zeros(MAILBOX_SIZE, jnp.float32)
@@ -227,10 +229,12 @@ def _wanted(aval) -> PartitionSpec | None:
     return spec if any(s is not None for s in spec) else None
 
 
-def _check(x, kernel, bias, k_ndim: int) -> None:
+def _check(x, kernel, bias, k_ndim: int, config: DenseConfig | None) -> None:
     check_float64("dense", x=x, kernel=kernel, bias=bias)
+    unquantized = config is None or config.x == config.kernel == Identity()
+    wide = (jnp.float64,) if unquantized else ()
     for name, array in (("x", x), ("kernel", kernel), ("bias", bias)):
-        if array is not None and array.dtype not in FLOATS:
+        if array is not None and array.dtype not in (*FLOATS, *wide):
             raise TypeError(
                 message(
                     "dense",

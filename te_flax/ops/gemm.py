@@ -21,6 +21,7 @@ SCALINGS = ("none", "tensor", "mxfp8")
 PRECISIONS = ("default", "high", "highest")
 BLOCK = 32
 _FP8 = tuple(FP8.values())
+_WIDE = (*FLOATS, jnp.float64)  # float64 serves layers without a recipe under x64
 
 
 def _reference(
@@ -53,12 +54,12 @@ def _reference(
         rhs,
         (contract, ((), ())),
         precision=precision if scaling == "none" else "highest",
-        preferred_element_type=jnp.float32,
+        preferred_element_type=_accumulator(lhs),
     )
     if scaling == "tensor":  # the product of the two scales could overflow
         acc = (acc * rest[0]) * rest[1]
     if with_bias:
-        acc = acc + rest[-1].astype(jnp.float32)
+        acc = acc + rest[-1].astype(acc.dtype)
     return (acc.astype(out_dtype),)
 
 
@@ -94,7 +95,12 @@ def _localize(plan: Plan, arrays, attrs: dict[str, Any], *, with_bias: bool):
         bias = arrays[-1]
         own = lax.axis_index(summed) == 0
         arrays = (*arrays[:-1], jnp.where(own, bias, jnp.zeros_like(bias)))
-    return arrays, {**attrs, "out_dtype": "float32"}
+    return arrays, {**attrs, "out_dtype": _accumulator(arrays[0])}
+
+
+def _accumulator(lhs: Array) -> str:
+    """The dtype of the sum: float32, or float64 for float64 operands."""
+    return "float64" if lhs.dtype == jnp.float64 else "float32"
 
 
 def _cases(orientation: str, scaling: str, with_bias: bool) -> tuple[Case, ...]:
@@ -129,7 +135,7 @@ def _declare(orientation: str, scaling: str, with_bias: bool) -> KernelOp:
     lhs = "B.. {}" if orientation[0] == "n" else "{} B.."
     rhs = "{} N.." if orientation[1] == "n" else "N.. {}"
     operands = [f"lhs: {lhs.format('K..')}", f"rhs: {rhs.format('K..')}"]
-    dtypes = dict.fromkeys(("lhs", "rhs"), FLOATS if scaling == "none" else _FP8)
+    dtypes = dict.fromkeys(("lhs", "rhs"), _WIDE if scaling == "none" else _FP8)
     if scaling == "tensor":
         operands += ["lhs_scale_inv:", "rhs_scale_inv:"]
         dtypes |= dict.fromkeys(("lhs_scale_inv", "rhs_scale_inv"), (jnp.float32,))
@@ -139,7 +145,7 @@ def _declare(orientation: str, scaling: str, with_bias: bool) -> KernelOp:
         dtypes |= dict.fromkeys(("lhs_scale_inv", "rhs_scale_inv"), (jnp.uint8,))
     if with_bias:
         operands.append("bias: N..")
-        dtypes |= {"bias": FLOATS}
+        dtypes |= {"bias": _WIDE}
     suffix = {"none": "", "tensor": "_scaled", "mxfp8": "_mxfp8"}[scaling]
     fixed = {"orientation": orientation, "scaling": scaling, "with_bias": with_bias}
     return KernelOp(

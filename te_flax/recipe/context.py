@@ -34,7 +34,7 @@ _SCOPE = jax.make_user_context(_Scope())
 
 @contextlib.contextmanager
 def autocast(
-    recipe: Recipe | None,
+    recipe: Recipe | None = None,
     enabled: bool = True,
     *,
     local_amax_axes: Sequence[str] = (),
