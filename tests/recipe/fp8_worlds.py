@@ -22,9 +22,9 @@ def graph_mode(name):
         yield
 
 
-def dense(seed=0, **options):
+def dense(seed=0, rngs=None, **options):
     options = {"amax_history_len": LENGTH, "use_bias": False, **options}
-    return te.DenseGeneral(WIDTH, WIDTH, rngs=nnx.Rngs(seed), **options)
+    return te.DenseGeneral(WIDTH, WIDTH, rngs=rngs or nnx.Rngs(seed), **options)
 
 
 class Mlp(nnx.Module):

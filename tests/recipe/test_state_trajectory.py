@@ -165,13 +165,7 @@ def test_accumulation_by_hand(weight):
 
 
 def stack(count):
-    return nnx.vmap(dense_of, in_axes=0)(nnx.Rngs(0).split(count))
-
-
-def dense_of(rngs):
-    return te.DenseGeneral(
-        WIDTH, WIDTH, use_bias=False, amax_history_len=LENGTH, rngs=rngs
-    )
+    return nnx.vmap(lambda rngs: dense(rngs=rngs), in_axes=0)(nnx.Rngs(0).split(count))
 
 
 @pytest.mark.parametrize("remat", [False, True], ids=["scan", "scan-remat"])
