@@ -239,10 +239,10 @@ class Plan:
             yield r if r.dtype == dtype else r.astype(dtype)
 
     def _pieces(self, dims: Dims):
-        """Block dims that are cut behind their leading pieces: position, sizes, axes."""
+        """Block dims cut behind their leading pieces: position, sizes, axes."""
         for at, entry in enumerate(dims):
-            view = isinstance(entry, Block) and self.view(entry)
-            if view:
+            view = self.view(entry) if isinstance(entry, Block) else None
+            if isinstance(entry, Block) and view:
                 sizes, lead = view
                 rest = {
                     i: self.of(d)
