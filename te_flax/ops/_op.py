@@ -17,6 +17,7 @@ from jax import lax
 
 # The one private import: without it an eager call of a partitioned op fails.
 from jax._src.dispatch import prim_requires_devices_during_lowering
+from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import AxisType, ManualAxisType, NamedSharding, PartitionSpec
@@ -101,6 +102,7 @@ class KernelOp:
     dims: Signature = dataclasses.field(init=False)
     leaf: Primitive = dataclasses.field(init=False)
     primitive: Primitive = dataclasses.field(init=False)
+    _cached_results: Callable[..., tuple] = dataclasses.field(init=False)
 
     registry = _choice.REGISTRY
 
@@ -259,7 +261,7 @@ class KernelOp:
         for j, (shape, dtype) in enumerate(results):
             whole = PartitionSpec(*[None] * (len(levels) + len(shape)))
             types.append(
-                jax.core.ShapedArray(
+                ShapedArray(
                     (*levels, *shape),
                     dtype,
                     sharding=NamedSharding(mesh, specs[j] if specs else whole),
@@ -315,7 +317,7 @@ def cotangent_like(ct, primal):
         primal's Explicit sharding and dtype.
     """
     have = jax.typeof(ct)
-    need = primal if isinstance(primal, jax.core.ShapedArray) else jax.typeof(primal)
+    need = primal if isinstance(primal, ShapedArray) else jax.typeof(primal)
     if extra := have.mat.varying - need.mat.varying:
         ct = lax.psum(ct, tuple(sorted(extra)))
     sharded = axes_of(need.sharding.mesh, AxisType.Explicit)

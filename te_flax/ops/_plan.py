@@ -201,7 +201,10 @@ class Plan:
     def out_specs(self) -> tuple[PartitionSpec, ...]:
         """Returns the PartitionSpec of every result."""
         return tuple(
-            to_spec(self.lead(e) + new.get(e, ()) for e in dims)
+            to_spec(
+                self.lead(e) + (new.get(e, ()) if isinstance(e, str) else ())
+                for e in dims
+            )
             for j, dims in enumerate(self.layout.outs)
             for new in [self.scattered(j)]
         )

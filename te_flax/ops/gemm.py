@@ -135,7 +135,9 @@ def _declare(orientation: str, scaling: str, with_bias: bool) -> KernelOp:
     lhs = "B.. {}" if orientation[0] == "n" else "{} B.."
     rhs = "{} N.." if orientation[1] == "n" else "N.. {}"
     operands = [f"lhs: {lhs.format('K..')}", f"rhs: {rhs.format('K..')}"]
-    dtypes = dict.fromkeys(("lhs", "rhs"), _WIDE if scaling == "none" else _FP8)
+    dtypes: dict[str, tuple] = dict.fromkeys(
+        ("lhs", "rhs"), _WIDE if scaling == "none" else _FP8
+    )
     if scaling == "tensor":
         operands += ["lhs_scale_inv:", "rhs_scale_inv:"]
         dtypes |= dict.fromkeys(("lhs_scale_inv", "rhs_scale_inv"), (jnp.float32,))

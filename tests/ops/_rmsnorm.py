@@ -68,7 +68,7 @@ rmsnorm.defvjp(_fwd, _bwd)
 
 def rms(x, gamma):
     """Both gradients of a scalar loss through the op."""
-    return jax.grad(lambda x, g: jnp.sum(rmsnorm(x, g) ** 2), (0, 1))(x, gamma)
+    return jax.grad(lambda x, g: jnp.sum(jnp.square(rmsnorm(x, g))), (0, 1))(x, gamma)
 
 
 def rms_oracle(x, gamma):
