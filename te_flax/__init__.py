@@ -8,6 +8,7 @@ from te_flax.functional.dense import DenseConfig as DenseConfig
 from te_flax.functional.dense import dense as dense
 from te_flax.layers.dense_general import DenseGeneral as DenseGeneral
 from te_flax.ops._choice import kernels as kernels
+from te_flax.ops._report import kernel_report as kernel_report
 from te_flax.quantize.gemm import gemm as gemm
 from te_flax.quantize.mxfp8 import MXFP8Quantizer as MXFP8Quantizer
 from te_flax.quantize.per_tensor import TensorQuantizer as TensorQuantizer
