@@ -98,7 +98,7 @@ def encode(bits: Array, format: str) -> Array:
     largest = ((not_finite - 1) << (23 - mantissa)) + ((127 - bias) << 23)
     a = magnitude(bits)
     codes = _round(jnp.minimum(a, largest), mantissa, bias)
-    codes = codes | (lax.shift_right_logical(bits, 24) & 0x80)
+    codes = codes | ((bits >> 24) & 0x80)
     codes = jnp.where(a > INF, CODE_NAN, codes)
     return lax.bitcast_convert_type(codes.astype(jnp.uint8), dtype)
 
@@ -108,7 +108,7 @@ def narrow(bits: Array, out_dtype: str) -> Array:
     a = magnitude(bits)
     if out_dtype == "float32":
         return as_float(jnp.where(a > INF, QUIET_NAN, bits))
-    sign = lax.shift_right_logical(bits, 16) & 0x8000
+    sign = (bits >> 16) & 0x8000
     if out_dtype == "bfloat16":
         codes, nan = (a + 0x7FFF + ((a >> 16) & 1)) >> 16, 0x7FC0
     else:

@@ -9,6 +9,7 @@ import math
 
 import ml_dtypes
 import numpy as np
+from numpy.typing import ArrayLike
 
 FP8 = {
     "e4m3": (np.dtype(ml_dtypes.float8_e4m3fn), 448.0),
@@ -18,7 +19,7 @@ _TINY = 2.0**-126
 Arrays = tuple[np.ndarray, ...]
 
 
-def _flushed(x: np.ndarray) -> np.ndarray:
+def _flushed(x: ArrayLike) -> np.ndarray:
     """Float64 values of x; a magnitude below 2^-126 is the zero of its sign."""
     with np.errstate(invalid="ignore"):
         x = np.asarray(x).astype(np.float32).astype(np.float64)
@@ -40,7 +41,7 @@ def _float32(v: np.ndarray | np.float64) -> np.ndarray:
         return np.asarray(v).astype(np.float32).astype(np.float64)
 
 
-def amax(x: np.ndarray) -> Arrays:
+def amax(x: ArrayLike) -> Arrays:
     """[largest finite |x|, 1.0 if any element is NaN or Inf else 0.0]."""
     v = _flushed(x).ravel()
     good = np.isfinite(v)
@@ -49,7 +50,7 @@ def amax(x: np.ndarray) -> Arrays:
 
 
 def amax_to_scale(
-    amax: np.ndarray, *, format: str, margin: int, power_of_2: bool, epsilon: float
+    amax: ArrayLike, *, format: str, margin: int, power_of_2: bool, epsilon: float
 ) -> Arrays:
     """Of a = max(amax, epsilon): scale = clamp((max / a) * 2^-margin), 1 / scale."""
     scales = []
@@ -70,8 +71,8 @@ def amax_to_scale(
 
 
 def quantize(
-    x: np.ndarray,
-    scale: np.ndarray,
+    x: ArrayLike,
+    scale: ArrayLike,
     *,
     k_ndim: int,
     row_format: str | None = None,
@@ -86,7 +87,7 @@ def quantize(
     if col_format is not None:
         m_ndim = v.ndim - k_ndim
         order = [*range(m_ndim, v.ndim), *range(m_ndim)]
-        results.append(np.ascontiguousarray(_codes(v, col_format).transpose(order)))
+        results.append(_codes(v, col_format).transpose(order).copy())
     return (*results, *amax(x))
 
 
@@ -135,7 +136,7 @@ def swizzle(scales: np.ndarray) -> np.ndarray:
 
 
 def quantize_mxfp8(
-    x: np.ndarray,
+    x: ArrayLike,
     *,
     k_ndim: int,
     row_format: str | None = None,
@@ -160,7 +161,7 @@ def quantize_mxfp8(
     return (*results, *amax(x))
 
 
-def noop(flag: np.ndarray, previous: Arrays, new: Arrays) -> Arrays:
+def noop(flag: ArrayLike, previous: Arrays, new: Arrays) -> Arrays:
     """The previous results where flag[0] is not zero."""
     return new if _flushed(flag)[0] == 0 else previous
 
@@ -173,7 +174,7 @@ def _rounded(y: np.ndarray, out_dtype: str) -> np.ndarray:
         return y.astype(np.float32).astype(np.dtype(out_dtype))
 
 
-def dequantize(data: np.ndarray, scale_inv: np.ndarray, *, out_dtype: str) -> Arrays:
+def dequantize(data: np.ndarray, scale_inv: ArrayLike, *, out_dtype: str) -> Arrays:
     """The codes times scale_inv."""
     with np.errstate(invalid="ignore"):
         y = data.astype(np.float64) * _flushed(scale_inv)
@@ -185,7 +186,7 @@ def dequantize(data: np.ndarray, scale_inv: np.ndarray, *, out_dtype: str) -> Ar
 
 
 def dequantize_mxfp8(
-    data: np.ndarray, scale: np.ndarray, *, k_ndim: int, out_dtype: str, axis: int
+    data: np.ndarray, scale: ArrayLike, *, k_ndim: int, out_dtype: str, axis: int
 ) -> Arrays:
     """The codes times 2^(e - 127); axis 1: blocks along K, axis 0: along M."""
     m = math.prod(data.shape[: data.ndim - k_ndim])
