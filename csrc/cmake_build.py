@@ -151,8 +151,7 @@ def _compile(build, nvcc, abi3):
 def build_modules(abi3):
     """Builds what this machine can; returns the module files and the build info."""
     native, cuda = switch("TE_FLAX_NATIVE"), switch("TE_FLAX_CUDA")
-    kind = "wheel" if abi3 else "editable"
-    build = ROOT / "build" / f"{kind}-{sys.implementation.cache_tag}"
+    build = ROOT / "build" / f"native-{sys.implementation.cache_tag}"
     nvcc = _nvcc() if cuda != "off" else None
     reason = "TE_FLAX_CUDA=off" if cuda == "off" else "no nvcc was found"
     try:
