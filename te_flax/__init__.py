@@ -3,6 +3,7 @@
 The whole public surface: ``import te_flax as te``.
 """
 
+from te_flax._version import __version__ as __version__
 from te_flax.functional.dense import Amaxes as Amaxes
 from te_flax.functional.dense import DenseConfig as DenseConfig
 from te_flax.functional.dense import dense as dense
@@ -36,5 +37,3 @@ from te_flax.recipe.transforms import grad as grad
 from te_flax.recipe.transforms import track_gradients as track_gradients
 from te_flax.recipe.transforms import value_and_grad as value_and_grad
 from te_flax.sharding import logical_axis_rules as logical_axis_rules
-
-__version__ = "0.1.0"
