@@ -74,12 +74,12 @@ extern const Kernels kAvx512Kernels;
 
 // The plain loops behind kBaseKernels. The vector kernels hand them what is rare: pieces with NaN
 // or Inf, and scales that are not positive normal numbers.
-void ScalarAmax(Float dtype, const void* x, int64_t n, Amax* amax);
+void ScalarAmax(Float dtype, const void* x, int64_t n, Amax* amax) noexcept;
 void ScalarQuantize(Float dtype, Format format, const void* x, int64_t n, float scale,
-                    uint8_t* codes, Amax* amax);
+                    uint8_t* codes, Amax* amax) noexcept;
 // Codes of one MXFP8 block whose e8m0 scale is known; the strides are between its elements.
 void ScalarMxfp8Block(Float dtype, Format format, const void* x, int64_t x_stride,
-                      int64_t code_stride, int64_t n, uint8_t e8m0, uint8_t* codes);
+                      int64_t code_stride, int64_t n, uint8_t e8m0, uint8_t* codes) noexcept;
 
 }  // namespace te_flax::cpu
 

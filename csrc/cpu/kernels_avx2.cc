@@ -1,16 +1,12 @@
 #include "cpu/kernels.h"
+#include "cpu/lanes_avx2.h"
+#include "cpu/scalar.h"
 
 namespace te_flax::cpu {
 namespace {
-
-void QuantizeTensor(const TensorTile& tile, Amax* amax) {
-  kBaseKernels.quantize_tensor(tile, amax);
-}
-
-void QuantizeMxfp8(const Mxfp8Tile& tile, Amax* amax) { kBaseKernels.quantize_mxfp8(tile, amax); }
-
+#include "cpu/simd.inc"
 }  // namespace
 
-const Kernels kAvx2Kernels = {"avx2", ScalarAmax, QuantizeTensor, QuantizeMxfp8};
+const Kernels kAvx2Kernels = VectorKernels("avx2");
 
 }  // namespace te_flax::cpu

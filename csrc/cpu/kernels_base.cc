@@ -131,19 +131,19 @@ void BaseQuantizeMxfp8(const Mxfp8Tile& t, Amax* amax) {
 
 }  // namespace
 
-void ScalarAmax(Float dtype, const void* x, int64_t n, Amax* amax) {
+void ScalarAmax(Float dtype, const void* x, int64_t n, Amax* amax) noexcept {
   if (dtype == Float::kF32) return AmaxOf<Float::kF32>(x, n, amax);
   if (dtype == Float::kBf16) return AmaxOf<Float::kBf16>(x, n, amax);
   return AmaxOf<Float::kF16>(x, n, amax);
 }
 
 void ScalarQuantize(Float dtype, Format format, const void* x, int64_t n, float scale,
-                    uint8_t* codes, Amax* amax) {
+                    uint8_t* codes, Amax* amax) noexcept {
   Dispatch<Quantize>(dtype, format, x, n, scale, codes, amax);
 }
 
 void ScalarMxfp8Block(Float dtype, Format format, const void* x, int64_t x_stride,
-                      int64_t code_stride, int64_t n, uint8_t e8m0, uint8_t* codes) {
+                      int64_t code_stride, int64_t n, uint8_t e8m0, uint8_t* codes) noexcept {
   Dispatch<Block>(dtype, format, x, x_stride, code_stride, n, e8m0, codes);
 }
 

@@ -1,0 +1,1 @@
+"""Benchmarks of te_flax, each run as ``python -m benchmarks.<name>``."""

@@ -1,0 +1,195 @@
+// Sixteen 32-bit lanes of AVX-512 (F, BW, DQ, VL), under the names that simd.inc uses.
+#ifndef TE_FLAX_CPU_LANES_AVX512_H_
+#define TE_FLAX_CPU_LANES_AVX512_H_
+
+// gcc 12 takes the deliberately undefined operands inside its own intrinsics for a mistake.
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#include <immintrin.h>
+#include <stdint.h>
+
+#include "cpu/scalar.h"
+
+namespace te_flax::cpu {
+namespace {
+
+constexpr int kLanes = 16;
+constexpr int kUnit = 2 * kLanes;  // elements that are handled together
+
+using F = __m512;
+using I = __m512i;
+using Codes = __m256i;  // kUnit bytes
+
+inline F AsF(I v) { return _mm512_castsi512_ps(v); }
+inline I AsI(F v) { return _mm512_castps_si512(v); }
+inline I Set(uint32_t v) { return _mm512_set1_epi32(static_cast<int>(v)); }
+inline F SetF(float v) { return _mm512_set1_ps(v); }
+inline I LoadI(const void* p) { return _mm512_loadu_si512(p); }
+inline void StoreI(void* p, I v) { _mm512_storeu_si512(p, v); }
+inline I And(I a, I b) { return _mm512_and_si512(a, b); }
+inline I Or(I a, I b) { return _mm512_or_si512(a, b); }
+inline I Add(I a, I b) { return _mm512_add_epi32(a, b); }
+inline I Sub(I a, I b) { return _mm512_sub_epi32(a, b); }
+inline I Max32(I a, I b) { return _mm512_max_epi32(a, b); }
+inline I Max16(I a, I b) { return _mm512_max_epu16(a, b); }
+inline F Mul(F a, F b) { return _mm512_mul_ps(a, b); }
+inline F AddF(F a, F b) { return _mm512_add_ps(a, b); }
+inline F MinF(F a, F b) { return _mm512_min_ps(a, b); }
+template <int n>
+inline I Srl(I v) {
+  return _mm512_srli_epi32(v, n);
+}
+template <int n>
+inline I Sll(I v) {
+  return _mm512_slli_epi32(v, n);
+}
+// a < b ? x : y, signed.
+inline I SelectLess(I a, I b, I x, I y) {
+  return _mm512_mask_mov_epi32(y, _mm512_cmplt_epi32_mask(a, b), x);
+}
+// Bits of x where mask is set, of y elsewhere.
+inline I Merge(I mask, I x, I y) { return _mm512_ternarylogic_epi32(mask, x, y, 0xca); }
+
+inline bool AnyAtLeast32(I v, uint32_t limit) {
+  return _mm512_cmpge_epi32_mask(v, Set(limit)) != 0;
+}
+inline bool AnyAtLeast16(I v, uint16_t limit) {
+  return _mm512_cmpge_epu16_mask(v, _mm512_set1_epi16(static_cast<int16_t>(limit))) != 0;
+}
+// Lanes must not exceed 0x7fffffff.
+inline uint32_t Largest32(I v) {
+  __m256i a = _mm256_max_epi32(_mm512_castsi512_si256(v), _mm512_extracti64x4_epi64(v, 1));
+  __m128i b = _mm_max_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
+  b = _mm_max_epi32(b, _mm_shuffle_epi32(b, 0x4e));
+  b = _mm_max_epi32(b, _mm_shuffle_epi32(b, 0xb1));
+  return static_cast<uint32_t>(_mm_cvtsi128_si32(b));
+}
+inline uint32_t Largest16(I v) {
+  const __m256i a = _mm256_max_epu16(_mm512_castsi512_si256(v), _mm512_extracti64x4_epi64(v, 1));
+  const __m128i b = _mm_max_epu16(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
+  // The processor has a horizontal minimum of 16-bit lanes.
+  const __m128i low = _mm_minpos_epu16(_mm_xor_si128(b, _mm_set1_epi16(-1)));
+  return ~static_cast<uint32_t>(_mm_cvtsi128_si32(low)) & 0xffffu;
+}
+
+// Code of a magnitude not above the maximum, in the low 16 bits of each lane; see EncodeMagnitude
+// in scalar.h. The power of two to add comes from a table over the exponent.
+template <Format format>
+struct Encoder;
+
+template <>
+struct Encoder<Format::kE4M3> {
+  I table;
+  Encoder() {
+    uint32_t t[16];
+    for (uint32_t e = 121; e < 137; ++e) t[e % 16] = (e + 20) << 23 | (e - 121) << 3;
+    table = LoadI(t);
+  }
+  I operator()(F p) const {
+    const I exponent = Srl<23>(Max32(AsI(p), Set(121u << 23)));
+    return AsI(AddF(p, AsF(_mm512_permutexvar_epi32(exponent, table))));
+  }
+};
+
+template <>
+struct Encoder<Format::kE5M2> {
+  I low, high;
+  Encoder() {
+    uint32_t t[32];
+    for (uint32_t e = 113; e < 145; ++e) t[e % 32] = (e + 21) << 23 | (e - 113) << 2;
+    low = LoadI(t);
+    high = LoadI(t + 16);
+  }
+  I operator()(F p) const {
+    const I exponent = Srl<23>(Max32(AsI(p), Set(113u << 23)));
+    return AsI(AddF(p, AsF(_mm512_permutex2var_epi32(low, exponent, high))));
+  }
+};
+
+inline void StoreCodes(uint8_t* p, Codes c) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), c);
+}
+inline void StreamCodes(uint8_t* p, Codes c) {
+  _mm256_stream_si256(reinterpret_cast<__m256i*>(p), c);
+}
+inline void StorePart(uint8_t* p, Codes c, int64_t n) {
+  _mm256_mask_storeu_epi8(p, static_cast<__mmask32>((uint64_t{1} << n) - 1), c);
+}
+inline void Fence() { _mm_sfence(); }
+
+// kUnit elements of 16 bits in one register.
+struct Raw16 {
+  I v;
+};
+inline Raw16 LoadRaw(const uint16_t* p) { return {LoadI(p)}; }
+inline Raw16 LoadRawPart(const uint16_t* p, int64_t n) {
+  return {_mm512_maskz_loadu_epi16(static_cast<__mmask32>((uint64_t{1} << n) - 1), p)};
+}
+// The low 8 bits of the 16-bit lanes.
+inline Codes Bytes16(I v) { return _mm512_cvtepi16_epi8(v); }
+inline I Srl16By8(I v) { return _mm512_srli_epi16(v, 8); }
+
+// kUnit elements of 32 bits in two.
+struct Raw32 {
+  I a, b;
+};
+inline Raw32 LoadRaw(const uint32_t* p) { return {LoadI(p), LoadI(p + kLanes)}; }
+inline Raw32 LoadRawPart(const uint32_t* p, int64_t n) {
+  const uint32_t mask = static_cast<uint32_t>((uint64_t{1} << n) - 1);
+  return {_mm512_maskz_loadu_epi32(static_cast<__mmask16>(mask), p),
+          _mm512_maskz_loadu_epi32(static_cast<__mmask16>(mask >> 16), p + kLanes)};
+}
+// The low 8 bits of the lanes of a and then b.
+inline Codes Bytes32(I a, I b) {
+  return _mm256_inserti128_si256(_mm256_castsi128_si256(_mm512_cvtepi32_epi8(a)),
+                                 _mm512_cvtepi32_epi8(b), 1);
+}
+
+// bfloat16: the even elements are the low halves of 32-bit lanes, the odd ones the high halves.
+inline void WidenPairs(I v, F* even, F* odd) {
+  *even = AsF(Sll<16>(v));
+  *odd = AsF(And(v, Set(0xffff0000u)));
+}
+// 16-bit lanes again from the low 16 bits of both.
+inline I JoinPairs(I even, I odd) {
+  return _mm512_mask_blend_epi16(0xaaaaaaaau, even, Sll<16>(odd));
+}
+
+inline void WidenHalf(I v, F* low, F* high) {
+  *low = _mm512_cvtph_ps(_mm512_castsi512_si256(v));
+  *high = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(v, 1));
+}
+inline I JoinHalf(I low, I high) {
+  return _mm512_inserti64x4(_mm512_castsi256_si512(_mm512_cvtepi32_epi16(low)),
+                            _mm512_cvtepi32_epi16(high), 1);
+}
+// float16 bits in 32-bit lanes to float32.
+inline F HalfLanes(I v) { return _mm512_cvtph_ps(_mm512_cvtepi32_epi16(v)); }
+
+// The 16 columns of 64 rows of bytes, `stride` apart: out[c] is column c.
+constexpr int kTransposeRows = 64;
+inline void Transpose(const uint8_t* in, int64_t stride, I* out) {
+  I v[16];
+  for (int i = 0; i < 16; ++i) {
+    const auto load = [&](int r) {
+      return _mm_loadu_si128(reinterpret_cast<const __m128i*>(in + r * stride));
+    };
+    const __m256i low = _mm256_inserti128_si256(_mm256_castsi128_si256(load(i)), load(i + 16), 1);
+    const __m256i high =
+        _mm256_inserti128_si256(_mm256_castsi128_si256(load(i + 32)), load(i + 48), 1);
+    v[i] = _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
+  }
+  for (int stage = 0; stage < 4; ++stage) {
+    for (int i = 0; i < 8; ++i) {
+      out[2 * i] = _mm512_unpacklo_epi8(v[i], v[i + 8]);
+      out[2 * i + 1] = _mm512_unpackhi_epi8(v[i], v[i + 8]);
+    }
+    for (int i = 0; i < 16; ++i) v[i] = out[i];
+  }
+}
+inline void StreamI(void* p, I v) { _mm512_stream_si512(static_cast<__m512i*>(p), v); }
+
+}  // namespace
+}  // namespace te_flax::cpu
+
+#endif  // TE_FLAX_CPU_LANES_AVX512_H_
