@@ -9,8 +9,8 @@ class Config:
     """The process-wide settings.
 
     Attributes:
-        kernels: ``TE_FLAX_KERNELS``, comma list of ``op-glob=auto|native|reference|jit``;
-            the outermost rules of :func:`te_flax.kernels`.
+        kernels: ``TE_FLAX_KERNELS``, the outermost rules of :func:`te_flax.kernels`:
+            a comma list of ``op-glob=auto|native|reference|jit``.
         simd: ``TE_FLAX_SIMD``, ``auto`` or the instruction set that the CPU handlers
             must use: ``base``, ``avx2`` or ``avx512``. Read by the compiled module.
     """

@@ -127,10 +127,7 @@ def constrain(x: Array, axes: Sequence[str | None] | None) -> Array:
         (AxisType.Auto, lax.with_sharding_constraint),
     ):
         part = PartitionSpec(
-            *(
-                tuple(a for a in _tuple(s) if kinds[a] == kind) or None
-                for s in spec
-            )
+            *(tuple(a for a in _tuple(s) if kinds[a] == kind) or None for s in spec)
         )
         if any(part):
             x = place(x, part)

@@ -71,11 +71,22 @@ def test_links_lead_somewhere(page):
             assert (page.parent / target).exists(), f"{page.name} -> {target}"
 
 
-DENSE_GENERAL = (
-    "features kernel_init kernel_axes use_bias bias_init bias_axes "
-    "enable_low_rank_adaptation low_rank_adaptation_dim low_rank_adaptation_alpha "
-    "axis dtype input_axes transpose_batch_sequence quantization_checkpoint_name"
-).split()
+DENSE_GENERAL = [
+    "features",
+    "kernel_init",
+    "kernel_axes",
+    "use_bias",
+    "bias_init",
+    "bias_axes",
+    "enable_low_rank_adaptation",
+    "low_rank_adaptation_dim",
+    "low_rank_adaptation_alpha",
+    "axis",
+    "dtype",
+    "input_axes",
+    "transpose_batch_sequence",
+    "quantization_checkpoint_name",
+]
 
 
 @pytest.mark.parametrize("argument", DENSE_GENERAL)

@@ -16,6 +16,8 @@ from te_flax.quantize.quantizer import Identity, Quantizer
 from te_flax.quantize.tensor import ScaledTensor
 from te_flax.typing import FLOATS, Array
 
+_IDENTITY = Identity()
+
 
 class Amaxes(NamedTuple):
     """The amax of earlier steps that fixes each operand's scale, float32 ``[]``.
@@ -45,9 +47,9 @@ class DenseConfig:
         impl: kernel rules of every op of both passes.
     """
 
-    x: Quantizer = Identity()
-    kernel: Quantizer = Identity()
-    dy: Quantizer = Identity()
+    x: Quantizer = _IDENTITY
+    kernel: Quantizer = _IDENTITY
+    dy: Quantizer = _IDENTITY
     split_accumulator: tuple[bool, bool, bool] = (False, True, True)
     out_dtype: str | None = None
     precision: str = "default"
@@ -231,7 +233,7 @@ def _wanted(aval) -> PartitionSpec | None:
 
 def _check(x, kernel, bias, k_ndim: int, config: DenseConfig | None) -> None:
     check_float64("dense", x=x, kernel=kernel, bias=bias)
-    unquantized = config is None or config.x == config.kernel == Identity()
+    unquantized = config is None or config.x == config.kernel == _IDENTITY
     wide = (jnp.float64,) if unquantized else ()
     for name, array in (("x", x), ("kernel", kernel), ("bias", bias)):
         if array is not None and array.dtype not in (*FLOATS, *wide):

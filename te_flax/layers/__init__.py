@@ -1,0 +1,1 @@
+"""Flax NNX modules: parameters, and one call into functional."""

@@ -12,13 +12,17 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from te_flax import sharding
 from te_flax.errors import check_float64, message
-from te_flax.functional.dense import Amaxes, DenseConfig, dense
+from te_flax.functional.dense import DenseConfig, dense
+from te_flax.layers import _fp8
 from te_flax.layers._params import init_param
 from te_flax.ops._choice import current as current_kernels
 from te_flax.recipe.base import Recipe
 from te_flax.recipe.context import resolve
-from te_flax.recipe.state import Fp8State, amax_axes
+from te_flax.recipe.state import Fp8State
 from te_flax.typing import FLOATS, Array, Axes, Initializer
+
+DEFAULT_KERNEL_INIT = nnx.initializers.lecun_normal()
+DEFAULT_BIAS_INIT = nnx.initializers.zeros_init()
 
 
 class DenseGeneral(nnx.Module):
@@ -80,8 +84,8 @@ class DenseGeneral(nnx.Module):
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
         precision: Any = None,
-        kernel_init: Initializer = nnx.initializers.lecun_normal(),
-        bias_init: Initializer = nnx.initializers.zeros_init(),
+        kernel_init: Initializer = DEFAULT_KERNEL_INIT,
+        bias_init: Initializer = DEFAULT_BIAS_INIT,
         promote_dtype: Callable[..., Any] = dtypes.promote_dtype,
         preferred_element_type: Any = None,
         kernel_axes: Axes | None = None,
@@ -181,34 +185,19 @@ class DenseGeneral(nnx.Module):
             config = DenseConfig(**common)
             return dense(px, pkernel, pbias, k_ndim=k_ndim, config=config)[0]
         # A cast that only widens is exact: quantize the narrow array.
-        if px.dtype.itemsize < x.dtype.itemsize:
+        if jnp.promote_types(x.dtype, px.dtype) != px.dtype:
             x = px
-        stateful = recipe.is_stateful
-        axes = amax_axes(self.fp8)
-        config = DenseConfig(
-            **recipe.quantizers()._asdict(),
-            split_accumulator=recipe.split_accumulator,
-            amax_axes=axes,
-            report_dy=stateful and not self.fp8.use_running_average,
-            **common,
-        )
-        amaxes = None
-        if stateful:
-            amaxes = Amaxes(
-                x=self.fp8.amax("x", recipe),
-                kernel=self.fp8.amax("kernel", recipe),
-                dy=self.fp8.amax("dy", recipe) if self.fp8.tracked else None,
-            )
+        amaxes, mailbox = _fp8.read(recipe, self.fp8)
         y, (x_amax, kernel_amax) = dense(
             x,
             kernel,
             pbias,
             k_ndim=k_ndim,
-            config=config,
+            config=DenseConfig(**_fp8.static_fields(recipe, self.fp8), **common),
             amaxes=amaxes,
-            mailbox=self.fp8.mailbox[...] if stateful else None,
+            mailbox=mailbox,
         )
-        if stateful:
+        if amaxes is not None and x_amax is not None and kernel_amax is not None:
             self.fp8.push(x_amax, kernel_amax)
         return y
 

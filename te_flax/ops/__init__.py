@@ -1,0 +1,1 @@
+"""Fused ops: one declaration each, with its reference in pure JAX."""

@@ -1,0 +1,1 @@
+"""Quantizers, scaled tensors and the products over them."""

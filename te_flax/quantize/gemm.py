@@ -58,7 +58,8 @@ def gemm(
 
     Example:
         >>> import jax.numpy as jnp
-        >>> gemm(jnp.ones((2, 3)), jnp.ones((3, 4)), contracting_dims=((1,), (0,))).shape
+        >>> x, kernel = jnp.ones((2, 3)), jnp.ones((3, 4))
+        >>> gemm(x, kernel, contracting_dims=((1,), (0,))).shape
         (2, 4)
     """
     lhs, rhs = _tensor(lhs), _tensor(rhs)

@@ -53,13 +53,17 @@ class MXFP8Quantizer:
             )
 
         def copy(data, scale, rowwise: bool) -> ScaledTensor | None:
-            return data if data is None else ScaledTensor(
-                data=data,
-                scale=scale,
-                scaling="mxfp8",
-                rowwise=rowwise,
-                k_ndim=k_ndim,
-                format=self.format,
+            return (
+                data
+                if data is None
+                else ScaledTensor(
+                    data=data,
+                    scale=scale,
+                    scaling="mxfp8",
+                    rowwise=rowwise,
+                    k_ndim=k_ndim,
+                    format=self.format,
+                )
             )
 
         return Quantized(

@@ -75,14 +75,18 @@ class TensorQuantizer:
             measured = reduce_amax(found, amax_axes)
 
         def copy(data: Array | None, rowwise: bool) -> ScaledTensor | None:
-            return data if data is None else ScaledTensor(
-                data=data,
-                scale=scale_inv,
-                scaling="tensor",
-                rowwise=rowwise,
-                transposed=not rowwise,
-                k_ndim=k_ndim,
-                format=self.format,
+            return (
+                data
+                if data is None
+                else ScaledTensor(
+                    data=data,
+                    scale=scale_inv,
+                    scaling="tensor",
+                    rowwise=rowwise,
+                    transposed=not rowwise,
+                    k_ndim=k_ndim,
+                    format=self.format,
+                )
             )
 
         return Quantized(copy(row, True), copy(col, False), measured)

@@ -58,7 +58,7 @@ class ScaledTensor:
     @property
     def scale_inv(self) -> Array | None:
         """The factor of the codes: float32, or float8_e8m0fnu under MXFP8."""
-        if self.scaling == "mxfp8":
+        if self.scaling == "mxfp8" and self.scale is not None:
             return lax.bitcast_convert_type(self.scale, jnp.float8_e8m0fnu)
         return self.scale
 

@@ -26,7 +26,6 @@ class Recipe:
         fp8_format: ``"e4m3"``, or ``"hybrid"``: e4m3 for x and the kernel, e5m2 for dy.
         split_accumulator: (forward, dgrad, wgrad), True where partial sums are moved
             to float32 registers.
-        is_stateful: whether scales come from the statistics of earlier steps.
 
     Example:
         >>> import te_flax as te
@@ -36,7 +35,6 @@ class Recipe:
 
     fp8_format: ClassVar[Any] = "e4m3"
     split_accumulator: ClassVar[Any] = (True, True, True)
-    is_stateful: ClassVar[bool] = False
 
     @property
     def formats(self) -> tuple[str, str, str]:

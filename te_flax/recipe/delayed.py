@@ -1,7 +1,6 @@
 """Delayed scaling."""
 
 import dataclasses
-from typing import ClassVar
 
 from te_flax.quantize.per_tensor import TensorQuantizer
 from te_flax.recipe.base import (
@@ -41,8 +40,6 @@ class DelayedScaling(Recipe):
     Source:
         Micikevicius et al., "FP8 Formats for Deep Learning", arXiv:2209.05433.
     """
-
-    is_stateful: ClassVar[bool] = True
 
     margin: int = 0
     fp8_format: str = "hybrid"

@@ -1,0 +1,1 @@
+"""What the tests compare with; nothing in the library imports it."""

@@ -1,6 +1,7 @@
 """DenseGeneral against nnx.LinearGeneral, float64, and the bytes that it keeps."""
 
 import itertools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +32,11 @@ def pair(*args, seed=0, **kwargs):
     ours = te.DenseGeneral(*args, rngs=nnx.Rngs(seed), **kwargs)
     theirs = nnx.LinearGeneral(*args, rngs=nnx.Rngs(seed), **kwargs)
     return ours, theirs
+
+
+def wide(shape) -> Any:
+    """A float64 host array."""
+    return np.ones(shape, np.float64)
 
 
 SHAPES = [
@@ -94,7 +100,8 @@ def test_dtypes_are_those_of_nnx(x_dtype, dtype, param_dtype, preferred):
         got.astype(jnp.float32),
         want.astype(jnp.float32),
         rtol=2 * max(eps, narrow, 2.0**-8 if dtype == jnp.bfloat16 else 0),
-        atol=2 * max(eps, 2.0**-8 if jnp.bfloat16 in (x_dtype, dtype, param_dtype) else 0),
+        atol=2
+        * max(eps, 2.0**-8 if jnp.bfloat16 in (x_dtype, dtype, param_dtype) else 0),
     )
 
 
@@ -118,7 +125,7 @@ def test_both_passes_stay_within_the_error_of_the_format(recipe, shape):
         if recipe == "delayed_scaling":  # the first step only fills the histories
             te.grad(loss, argnums=(0, 1), has_aux=True)(layer, x)
         (grads, dx), y = te.grad(loss, argnums=(0, 1), has_aux=True)(layer, x)
-    kernel, bias = layer.kernel[...], layer.bias[...]
+    kernel, bias = jax.tree.leaves(nnx.state(layer, nnx.Param))[::-1]
     want = reference64(x, kernel, bias, dy)
     got = (y, dx, grads["kernel"][...], grads["bias"][...])
     g = UNIT["e4m3" if recipe == "mxfp8" else "e5m2"]
@@ -176,7 +183,7 @@ def residual_bytes(layer, x):
 
 @pytest.mark.parametrize(
     ("recipe", "scales"),
-    [("delayed_scaling", 3 * 4), ("current_scaling", 2 * 4), ("mxfp8", None)],
+    [("delayed_scaling", 2 * 4), ("current_scaling", 2 * 4), ("mxfp8", None)],
 )
 @pytest.mark.parametrize("shape", [(256, 128, 512), (48, 40, 24)])
 def test_residuals_hold_one_fp8_copy_of_each_operand(recipe, scales, shape):
@@ -188,8 +195,7 @@ def test_residuals_hold_one_fp8_copy_of_each_operand(recipe, scales, shape):
     with te.autocast(RECIPES[recipe]):
         got = residual_bytes(layer, x)
     want = m * k + k * n + scales
-    mailbox = 0
-    assert got == want + mailbox, (got, want)
+    assert got == want, (got, want)
 
 
 def test_without_a_gradient_only_the_copies_of_the_product_are_made():
@@ -203,10 +209,17 @@ def test_without_a_gradient_only_the_copies_of_the_product_are_made():
 
 @pytest.mark.parametrize("recipe", [None, *RECIPES])
 def test_sequence_first_equals_batch_first_bit_for_bit(recipe):
-    kw = dict(rngs=nnx.Rngs(0), input_axes=("batch", "seqlen", "embed"))
-    first = te.DenseGeneral(32, 24, **kw)
-    kw["rngs"] = nnx.Rngs(0)
-    swapped = te.DenseGeneral(32, 24, transpose_batch_sequence=True, **kw)
+    axes = ("batch", "seqlen", "embed")
+    first, swapped = (
+        te.DenseGeneral(
+            32,
+            24,
+            input_axes=axes,
+            transpose_batch_sequence=turned,
+            rngs=nnx.Rngs(0),
+        )
+        for turned in (False, True)
+    )
     x, dy = data((4, 16, 32)), data((4, 16, 24), 1)
 
     def run(model, x, dy):
@@ -244,7 +257,9 @@ def test_sharded_equals_one_device(mesh_name, kind, recipe):
     shape, names, rules, x_spec = MESHES[mesh_name]
     mesh = jax.make_mesh(shape, names, axis_types=(kind,) * len(names))
     x, dy = data((256, 64)), data((256, 64), 1)
-    autocast = lambda: te.autocast(RECIPES[recipe] if recipe else None, enabled=bool(recipe))
+    autocast = lambda: te.autocast(
+        RECIPES[recipe] if recipe else None, enabled=bool(recipe)
+    )
 
     def step(first, second, x, dy):
         def loss(models, x):
@@ -306,19 +321,21 @@ BAD = [
         r"DenseGeneral: x must hold in_features \(3,\) at axis \(-1,\), got \(5,\) in ",
     ),
     (
-        lambda: te.DenseGeneral((3, 4), 4, axis=(-2, -1), rngs=nnx.Rngs(0))(jnp.ones(3)),
+        lambda: te.DenseGeneral((3, 4), 4, axis=(-2, -1), rngs=nnx.Rngs(0))(
+            jnp.ones(3)
+        ),
         ValueError,
         r"DenseGeneral: x must have the axes \(-2, -1\), got rank 1, shape \(3,\); ",
     ),
     (
         lambda: te.DenseGeneral(3, 4, rngs=nnx.Rngs(0))(jnp.ones((2, 3), jnp.int32)),
         TypeError,
-        r"DenseGeneral: x must be float32, bfloat16 or float16, got int32; cast it first",
+        r"DenseGeneral: x must be float32, bfloat16 or float16, got int32; cast it",
     ),
     (
-        lambda: te.DenseGeneral(3, 4, rngs=nnx.Rngs(0))(np.ones((2, 3))),
+        lambda: te.DenseGeneral(3, 4, rngs=nnx.Rngs(0))(wide((2, 3))),
         TypeError,
-        r"DenseGeneral: x must be float32, .* while jax_enable_x64 is off, got float64; ",
+        r"DenseGeneral: x must be float32, .* jax_enable_x64 is off, got float64; ",
     ),
     (
         lambda: te.dense(jnp.ones((2, 3)), jnp.ones((4, 5))),
@@ -352,7 +369,7 @@ def test_bad_input_names_the_argument_the_value_and_the_remedy(call, error, text
 def test_float64_goes_through_without_a_recipe():
     with jax.enable_x64(True):
         layer = te.DenseGeneral(3, 4, param_dtype=jnp.float64, rngs=nnx.Rngs(0))
-        assert layer(np.ones((2, 3))).dtype == jnp.float64
+        assert layer(wide((2, 3))).dtype == jnp.float64
 
 
 def recipes_seen(f, *args):
@@ -413,11 +430,19 @@ def test_the_pytree_does_not_depend_on_the_recipe():
 def test_logical_axes_never_need_a_mesh(mesh, rules):
     import contextlib
 
-    use = jax.set_mesh(jax.make_mesh((8,), ("d",))) if mesh else contextlib.nullcontext()
-    named = nnx.logical_axis_rules((("embed", "d"),)) if rules else contextlib.nullcontext()
+    use = (
+        jax.set_mesh(jax.make_mesh((8,), ("d",))) if mesh else contextlib.nullcontext()
+    )
+    named = (
+        nnx.logical_axis_rules((("embed", "d"),)) if rules else contextlib.nullcontext()
+    )
     with use, named:
         layer = te.DenseGeneral(
-            8, 8, kernel_axes=("embed", None), input_axes=("batch", "embed"), rngs=nnx.Rngs(0)
+            8,
+            8,
+            kernel_axes=("embed", None),
+            input_axes=("batch", "embed"),
+            rngs=nnx.Rngs(0),
         )
         y = layer(jnp.ones((8, 8)))
         assert bool(jnp.isfinite(y).all())
