@@ -1,0 +1,106 @@
+"""Operands of a KernelOp from its signature, and the float64 oracle of the GEMMs."""
+
+import ml_dtypes
+import numpy as np
+
+from te_flax.ops._op import KernelOp
+from te_flax.typing import FP8
+
+BLOCK = 32
+_FILL = {"scale": 3.0, "scale_inv": 0.25, "lhs_scale_inv": 0.5, "rhs_scale_inv": 0.125}
+
+
+def shape_of(array, sizes):
+    """The shape of an operand or result; ``sizes`` maps dims and groups to tuples."""
+    shape = []
+    for e in array.entries:
+        dims = (e.literal,) if e.literal is not None else sizes[e.name]
+        shape += [-(-int(np.prod(dims)) // e.block)] if e.block else dims
+    return tuple(shape)
+
+
+def operands(op: KernelOp, sizes, dtype=None, seed=0):
+    """Numpy operands: the first one (and rhs) of ``dtype``, the others of their first.
+
+    Floats spread over twelve decades, codes over all values but NaN.
+    """
+    rng = np.random.default_rng(seed)
+    arrays = []
+    for i, array in enumerate(op.dims.ins):
+        shape = shape_of(array, sizes)
+        allowed = op.dtypes.get(array.name, (np.float32,))
+        kind = np.dtype(dtype if dtype is not None and i == 0 else allowed[0])
+        if array.name == "rhs":  # the other FP8 format, or the same float
+            codes = tuple(np.dtype(t) for t in FP8.values())
+            same = np.dtype(arrays[0].dtype)
+            kind = codes[1 - codes.index(same)] if same in codes[1:] else same
+        if array.name == "noop":
+            value = np.zeros(shape)
+        elif array.name in _FILL and kind == np.float32:
+            value = np.full(shape, _FILL[array.name])
+        elif kind == np.uint8:
+            value = rng.integers(117, 137, shape)
+        else:
+            value = rng.standard_normal(shape)
+            if kind.itemsize > 1 and not op.name.startswith("gemm"):
+                value = value * 10.0 ** rng.uniform(-4, 4, shape)
+        arrays.append(value.astype(kind))
+    return arrays
+
+
+def same(got, want):
+    """Shapes, dtypes and bits agree."""
+    for a, b in zip(got, want, strict=True):
+        a, b = np.asarray(a), np.asarray(b)
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        assert a.tobytes() == b.tobytes()
+
+
+def gemm_oracle(orientation, arrays, *, k_ndim, scaling="none", bias=False):
+    """The product in float64 and ``sum |a| |b|``, both ``[B.., N..]``."""
+    lhs, rhs = (np.asarray(a) for a in arrays[:2])
+    scales = [np.asarray(s) for s in arrays[2:4]] if scaling != "none" else [None, None]
+    b_shape = lhs.shape[:-k_ndim] if orientation[0] == "n" else lhs.shape[k_ndim:]
+    n_shape = rhs.shape[k_ndim:] if orientation[1] == "n" else rhs.shape[:-k_ndim]
+    left = _matrix(lhs, scales[0], k_ndim, last=orientation[0] == "n")
+    right = _matrix(rhs, scales[1], k_ndim, last=orientation[1] == "t").T
+    exact, size = left @ right, np.abs(left) @ np.abs(right)
+    exact, size = (a.reshape(*b_shape, *n_shape) for a in (exact, size))
+    if bias:
+        extra = np.asarray(arrays[-1]).astype(np.float64)
+        exact, size = exact + extra, size + np.abs(extra)
+    return exact, size
+
+
+def _matrix(data, scale, k_ndim, *, last):
+    """``[rest, K]`` float64 values with the scales multiplied in."""
+    k_dims = data.shape[data.ndim - k_ndim :] if last else data.shape[:k_ndim]
+    k = int(np.prod(k_dims))
+    values = data.astype(np.float64).reshape((-1, k) if last else (k, -1))
+    if scale is not None and scale.dtype == np.uint8:
+        blocks = -(-k // BLOCK)
+        factor = 2.0 ** (scale.astype(np.float64) - 127)
+        factor = factor.reshape((-1, blocks) if last else (blocks, -1))
+        factor = np.repeat(factor, BLOCK, axis=int(last))
+        values = values * (factor[:, :k] if last else factor[:k])
+    elif scale is not None:
+        values = values * np.float64(scale)
+    return values if last else values.T
+
+
+def gemm_bound(size, k, exact, dtype, terms=0):
+    """Design 6a: ``K 2^-24 sum |a||b|``, and half an ulp of the output's dtype.
+
+    ``terms`` counts the float32 roundings after the sum: scales, bias.
+    """
+    info = ml_dtypes.finfo(dtype)
+    half = 0.0 if np.dtype(dtype) == np.float32 else float(info.eps) / 2
+    tiny = float(info.tiny)
+    return (k + terms) * 2.0**-24 * size + half * (np.abs(exact) + tiny)
+
+
+def close_to(got, exact, bound):
+    got = np.asarray(got).astype(np.float64)
+    assert got.shape == exact.shape
+    worst = np.max((np.abs(got - exact) - bound), initial=-1.0)
+    assert worst <= 0, f"beyond the bound by {worst}"
