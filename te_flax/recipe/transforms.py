@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -80,7 +80,8 @@ def absorb(model: Any, grads: Any) -> Any:
 
     Args:
         model: the module, or a pytree of modules; updated in place.
-        grads: its gradients, differentiated with respect to ``te.diff_filter(wrt)``.
+        grads: its gradients, differentiated with respect to ``te.diff_filter(wrt)``;
+            a state, or the nested dicts of one.
 
     Returns:
         The gradients of `wrt` only.
@@ -341,11 +342,12 @@ def _deliver_all(arg: Any, grads: Any, graph: bool | None) -> Any:
 
 def _deliver(node: Any, grads: Any, graph: bool | None) -> tuple[Any, bool]:
     """Pushes the mail of one module; returns the other gradients, and if any came."""
-    if not isinstance(node, nnx.Pytree) or not isinstance(grads, nnx.State):
+    if not isinstance(node, nnx.Pytree) or not isinstance(grads, Mapping):
         return grads, False
     stats = dict(nnx.to_flat_state(nnx.state(node, Fp8Stat, graph=graph)))
     kept, found = [], False
-    for path, leaf in nnx.to_flat_state(grads):
+    state = grads if isinstance(grads, nnx.State) else nnx.State(dict(grads))
+    for path, leaf in nnx.to_flat_state(state):
         dy = stats.get((*path[:-1], "dy"))
         if dy is None or path[-1] != "mailbox":
             kept.append((path, leaf))
@@ -355,4 +357,6 @@ def _deliver(node: Any, grads: Any, graph: bool | None) -> tuple[Any, bool]:
         dy.set_value(push(dy[...], mail[..., 0]))
         nonfinite = stats[(*path[:-1], "nonfinite")]
         nonfinite.set_value(nonfinite[...] + mail[..., 1].astype(nonfinite.dtype))
-    return nnx.from_flat_state(kept), found
+    if isinstance(grads, nnx.State):
+        return nnx.from_flat_state(kept), found
+    return nnx.traversals.unflatten_mapping(dict(kept)), found

@@ -61,7 +61,7 @@ class DenseState:
 
     def push(self, name, value):
         if value > 0 and not self.frozen:
-            self.history[name] = [value] + self.history[name][:-1]
+            self.history[name] = [value, *self.history[name][:-1]]
 
     def scale(self, name, format):
         return scale_of(self.reference(name), format, self.margin)
@@ -84,7 +84,9 @@ class DenseState:
         current = self.dy_current or self.frozen
         scale = scale_of(value, "e5m2", self.margin)
         qdy = quantize(dy, scale if current else self.scale("dy", "e5m2"), "e5m2")
-        return qdy @ qk.T, qx.reshape(-1, qx.shape[-1]).T @ qdy.reshape(-1, qdy.shape[-1])
+        return qdy @ qk.T, qx.reshape(-1, qx.shape[-1]).T @ qdy.reshape(
+            -1, qdy.shape[-1]
+        )
 
     def deliver(self, copies=1):
         """The end of a te.value_and_grad call: one push of what came back."""

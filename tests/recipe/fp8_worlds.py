@@ -153,5 +153,3 @@ def train_step(transform=te.value_and_grad, loss=linear_loss):
         return value
 
     return step
-
-

@@ -61,8 +61,6 @@ def test_plain_nnx_value_and_grad_uses_current_scaling_for_dy(mode):
         opt.update(model, params_only(grads))
 
     states = twins(dy_current=True)
-    for state in states:
-        state.deliver = state.contributions.clear
     for t in range(6):
         before = kernels(model)
         x, dy = data(t)
