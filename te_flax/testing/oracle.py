@@ -167,9 +167,10 @@ def noop(flag: ArrayLike, previous: Arrays, new: Arrays) -> Arrays:
 
 
 def _rounded(y: np.ndarray, out_dtype: str) -> np.ndarray:
-    """Exact float64 products to out_dtype; below 2^-126 zero, every NaN positive."""
-    y = np.where(np.isnan(y), np.nan, _float32(y))
+    """Products of 24 bits to out_dtype; below 2^-126 zero, every NaN positive."""
+    # Before float32 could round one that is just below 2^-126 up to it.
     y = np.where(np.abs(y) < _TINY, np.copysign(0.0, y), y)
+    y = np.where(np.isnan(y), np.nan, y)
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         return y.astype(np.float32).astype(np.dtype(out_dtype))
 
@@ -178,8 +179,7 @@ def dequantize(data: np.ndarray, scale_inv: ArrayLike, *, out_dtype: str) -> Arr
     """The codes times scale_inv."""
     with np.errstate(invalid="ignore"):
         y = data.astype(np.float64) * _flushed(scale_inv)
-    # The products are rounded to 24 bits as if the exponent had no lower limit
-    # before the flush: a product just below 2^-126 that rounds up to it stays.
+    # Rounded to 24 bits as if the exponent had no lower limit, and flushed after it.
     mantissa, exponent = np.frexp(y)
     y = np.ldexp(np.rint(mantissa * 2.0**24) / 2.0**24, exponent)
     return (_rounded(y, out_dtype),)

@@ -81,6 +81,11 @@ IMPLEMENTATIONS = [REFERENCE] + [
 ]
 
 
+def picks(run: Implementation, index: int, choice: int, choices: int) -> bool:
+    """Whether run tries this case: the reference, which compiles each, one in turn."""
+    return run is not REFERENCE or index % choices == choice
+
+
 def once(fn):
     """Computes an expected value once for all implementations."""
     return functools.lru_cache(None)(fn)
