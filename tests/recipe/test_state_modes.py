@@ -76,26 +76,42 @@ def mlp_step(states, before, x, dy):
     return mlp_backward(states, list(before.values()), x, dy, deliver=False)
 
 
-@pytest.mark.parametrize("how", ["eval", "set_attributes", "view"])
-def test_frozen_layers_keep_their_statistics(how):
-    """A frozen first layer between training ones; then all thaw again."""
+def test_frozen_layers_keep_their_statistics():
+    """A frozen first layer before a training one; then both train again."""
     model = Mlp()
     opt, step = optimizer(model), train_step()
     states = twins()
     with te.autocast(RECIPE):
         run_mlp(lambda x, dy: step(model, opt, x, dy), model, states, range(3))
-        if how == "eval":
-            model.first.eval()
-        elif how == "set_attributes":
-            model.first.set_attributes(use_running_average=True)
-        else:
-            model.first = nnx.view(model.first, use_running_average=True)
+        model.first.eval()
         states[0].frozen = True
         run_mlp(lambda x, dy: step(model, opt, x, dy), model, states, range(3, 6))
         model.train()
-        model.set_attributes(use_running_average=False)
         states[0].frozen = False
         run_mlp(lambda x, dy: step(model, opt, x, dy), model, states, range(6, 9))
+
+
+@pytest.mark.parametrize(
+    "freeze",
+    [
+        lambda m: m.eval() or m,
+        lambda m: m.set_attributes(use_running_average=True) or m,
+        lambda m: nnx.view(m, use_running_average=True),
+    ],
+    ids=["eval", "set_attributes", "view"],
+)
+def test_ways_to_freeze(freeze):
+    state, amax = te.Fp8State(2), jnp.array([3.0, 1.0], jnp.float32)
+    frozen = freeze(state)
+    frozen.push(amax, amax)
+    np.testing.assert_array_equal(state.x[...], 0)
+    assert int(state.nonfinite[...]) == 0
+    with te.track_gradients(frozen):
+        assert not frozen.tracked
+    frozen.train()
+    frozen.push(amax, amax)
+    np.testing.assert_array_equal(state.x[...], [3, 0])
+    assert int(state.nonfinite[...]) == 2
 
 
 def test_evaluation_changes_nothing():
@@ -251,10 +267,11 @@ def test_optimizer_never_sees_the_state():
 
 
 def test_a_layer_keeps_its_tree_under_every_recipe():
+    make = lambda: te.DenseGeneral(WIDTH, WIDTH, rngs=nnx.Rngs(0))
     shapes = []
     for name in ("none", "delayed_scaling", "current_scaling", "mxfp8"):
         with te.autocast(te.load_recipe(name)):
-            state = nnx.state(te.DenseGeneral(WIDTH, WIDTH, rngs=nnx.Rngs(0)))
+            state = nnx.state(nnx.eval_shape(make))
         shapes.append(jax.tree.map(jnp.shape, nnx.to_pure_dict(state)))
     assert all(shape == shapes[0] for shape in shapes)
 
