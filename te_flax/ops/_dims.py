@@ -110,10 +110,12 @@ class Signature:
 
     def _parse(self, text: str) -> Array:
         name, colon, dims = text.partition(":")
+        if not colon:
+            raise TypeError(f"{self.op}: {text.strip()!r} is no 'name: dims'")
         entries = []
         for word in dims.split():
             found = _WORD.fullmatch(word)
-            if not found or not colon or word.startswith("map"):
+            if not found or word.startswith("map"):
                 raise TypeError(f"{self.op}: {word!r} in {text.strip()!r} is no dim")
             dim, dots, block, literal = found.groups()
             entries.append(

@@ -19,17 +19,24 @@ def shape_of(array, sizes):
     return tuple(shape)
 
 
-def operands(op: KernelOp, sizes, dtype=None, seed=0):
+def main_operand(op: KernelOp) -> int:
+    """The index of the first operand that is data."""
+    return int(op.dims.ins[0].name == "noop")
+
+
+def operands(op: KernelOp, sizes, dtype=None, attrs=None, seed=0):
     """Numpy operands: the first one (and rhs) of ``dtype``, the others of their first.
 
-    Floats spread over twelve decades, codes over all values but NaN.
+    Previous codes take the format in ``attrs``. Floats spread over many decades.
     """
     rng = np.random.default_rng(seed)
-    arrays = []
+    arrays, main = [], main_operand(op)
     for i, array in enumerate(op.dims.ins):
         shape = shape_of(array, sizes)
         allowed = op.dtypes.get(array.name, (np.float32,))
-        kind = np.dtype(dtype if dtype is not None and i == 0 else allowed[0])
+        kind = np.dtype(dtype if dtype is not None and i == main else allowed[0])
+        if array.name in ("prev_row", "prev_col"):
+            kind = np.dtype(FP8[(attrs or {})[f"{array.name[5:]}_format"]])
         if array.name == "rhs":  # the other FP8 format, or the same float
             codes = tuple(np.dtype(t) for t in FP8.values())
             same = np.dtype(arrays[0].dtype)

@@ -1,0 +1,159 @@
+"""Which implementation runs: kernels(), TE_FLAX_KERNELS, impl=, the report."""
+
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from _rmsnorm import RMS_FWD
+
+from te_flax.ops import _choice, _extension
+from te_flax.ops._choice import current, how, kernels, parse
+from te_flax.ops._report import Row, kernel_report, rows
+from te_flax.ops.amax import AMAX
+
+NATIVE = _extension.has("amax", "cpu")
+X = jnp.arange(8.0, dtype=jnp.float32)
+MARK = "te_flax.amax"
+
+
+def text(**options):
+    return jax.jit(lambda x: AMAX(x, **options)).lower(X).as_text()
+
+
+def test_the_last_match_wins():
+    rules = parse("gemm*=reference, *_col=native,gemm_nn=auto")
+    assert how("gemm_nt", rules) == "reference"
+    assert how("gemm_nn", rules) == "auto"
+    assert how("quantize_col", rules) == "native"
+    assert how("amax", rules) == "auto"
+
+
+@pytest.mark.parametrize("spec", ["amax", "amax=fast", "=native", "amax=native=2"])
+def test_bad_rules(spec):
+    with pytest.raises(ValueError, match=f"kernels: {spec} must be <op or glob>="):
+        parse(spec)
+
+
+def test_unknown_op():
+    with (
+        pytest.raises(
+            ValueError, match="kernels: gem must match an op, got gem=native"
+        ),
+        kernels("gem=native"),
+    ):
+        pass
+
+
+def test_context_nests_and_restores():
+    before = current()
+    with kernels("amax=reference"):
+        assert how("amax", current()) == "reference"
+        with kernels("*=auto"):
+            assert how("amax", current()) == "auto"
+        assert how("amax", current()) == "reference"
+        with pytest.raises(KeyError), kernels("amax=auto"):
+            raise KeyError
+        assert how("amax", current()) == "reference"
+    assert current() == before
+    assert hash(current()) is not None
+
+
+def test_choice_is_part_of_the_jit_key():
+    traces = []
+
+    @jax.jit
+    def f(x):
+        traces.append(1)
+        return AMAX(x)[0]
+
+    f(X), f(X)
+    with kernels("am*=reference"):
+        f(X), f(X)
+    f(X)
+    assert len(traces) == 2
+
+
+def test_choice_sticks_to_the_trace():
+    with kernels("amax=reference"):
+        late = jax.jit(AMAX).trace(X)
+        assert "impl=reference" in str(late.jaxpr)
+        assert MARK not in text()
+        with kernels("amax=auto"):
+            assert (MARK in text()) == NATIVE
+    assert MARK not in late.lower().as_text()  # lowered outside
+    assert (MARK in text()) == NATIVE
+
+
+def test_impl_argument_beats_the_context():
+    inner = parse("amax=reference")
+    assert MARK not in text(impl=inner)
+    with kernels("amax=reference"):
+        assert (MARK in text(impl=())) == NATIVE
+
+
+def test_native_by_name_needs_a_handler():
+    remedy = re.escape("use te.kernels('test_rmsnorm_fwd=auto') or reference")
+    call = functools.partial(RMS_FWD, eps=1e-6)
+    with kernels("*=native"), pytest.raises(NotImplementedError, match=remedy):
+        call(jnp.ones((2, 4)), jnp.ones(4))
+    with kernels("amax=jit"), pytest.raises(NotImplementedError, match="amax=jit was"):
+        AMAX(X)
+
+
+def test_environment(monkeypatch):
+    def use(spec):
+        config = dataclasses.replace(_choice.CONFIG, kernels=spec)
+        monkeypatch.setattr(_choice, "CONFIG", config)
+        _choice.environment.cache_clear()
+
+    try:
+        use("amax=reference")
+        assert MARK not in text()
+        with kernels("amax=auto"):  # a context refines it
+            assert (MARK in text()) == NATIVE
+        for spec, error in (
+            ("amox=reference", "TE_FLAX_KERNELS: amox must match an op"),
+            ("amax", "TE_FLAX_KERNELS: amax must be <op or glob>="),
+        ):
+            use(spec)
+            with pytest.raises(ValueError, match=error):
+                AMAX(X)
+    finally:
+        monkeypatch.undo()
+        _choice.environment.cache_clear()
+
+
+def test_report(capsys):
+    found = {(r.op, r.platform): r for r in rows()}
+    assert found["amax", "cpu"].runs == ("native" if NATIVE else "reference")
+    assert found["amax", "cuda"].runs in ("native", "reference")
+    assert found["gemm_nn", "cpu"] == Row(
+        "gemm_nn", "cpu", "reference", "the op has no handler"
+    )
+    with kernels("amax=reference,gemm_nn=native,gemm_nt=jit"):
+        found = {(r.op, r.platform): r for r in rows()}
+        assert found["amax", "cpu"].why == "amax=reference was asked for"
+        assert found["gemm_nn", "cpu"].runs == "error"
+        assert found["gemm_nt", "cpu"].runs == "error"
+        kernel_report()
+    printed = capsys.readouterr().out
+    assert "rules: amax=reference,gemm_nn=native,gemm_nt=jit" in printed
+    assert re.search(r"^amax +cpu +reference +amax=reference was asked", printed, re.M)
+
+
+def test_eager_calls_compile_once():
+    op = functools.partial(AMAX, impl=parse("amax=reference"))
+    x = jnp.ones((3, 7, 5))
+    op(x)
+    with jax.log_compiles(), pytest.MonkeyPatch.context() as patch:
+        import logging
+
+        seen = []
+        patch.setattr(
+            logging.Logger, "handle", lambda self, record: seen.append(record)
+        )
+        op(x)
+    assert not [r for r in seen if "Compiling" in r.getMessage()]

@@ -1,0 +1,130 @@
+"""House rules that the sources must keep: import direction, sizes, private names."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "te_flax"
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+FREE = {"typing", "errors", "config", "_version"}
+ALLOWED = {
+    "layers": {"functional", "recipe", "sharding"},
+    "functional": {"quantize", "ops", "sharding"},
+    "recipe": {"quantize"},
+    "quantize": {"ops"},
+    "ops": {"backends"},
+    "sharding": set(),
+    "backends": set(),
+}
+ALSO = {("layers", "ops._choice")}  # a layer reads the kernel rules once and hands on
+LIMIT = 400
+
+
+def _imports(path: Path):
+    """The dotted names that a file imports."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (a.name for a in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            yield from (f"{node.module}.{a.name}" for a in node.names)
+
+
+def _part(path: Path) -> str:
+    return path.relative_to(PACKAGE).with_suffix("").parts[0]
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_direction(path):
+    part = _part(path)
+    if part in ("__init__", "testing"):
+        return
+    for name in _imports(path):
+        if not name.startswith("te_flax."):
+            continue
+        to = name.split(".")[1]
+        if to == part or to in FREE:
+            assert part not in FREE, f"{path}: {part} imports nothing of ours"
+            continue
+        also = any(part == a and name.startswith(f"te_flax.{b}.") for a, b in ALSO)
+        assert to in ALLOWED.get(part, set()) or also, f"{path} imports {name}"
+
+
+def test_compiled_modules_have_one_importer():
+    pattern = re.compile(r"te_flax\.(_C|_cuda)\b|import_module")
+    users = {p.name for p in SOURCES if pattern.search(p.read_text())}
+    assert users <= {"_extension.py"}
+
+
+def test_private_jax_has_one_importer():
+    users = {
+        (p.name, n) for p in SOURCES for n in _imports(p) if n.startswith("jax._src")
+    }
+    name = "jax._src.dispatch.prim_requires_devices_during_lowering"
+    assert users == {("_op.py", name)}
+
+
+def test_assert_guards_nothing():
+    for path in SOURCES:
+        if _part(path) == "testing":  # asserts for tests
+            continue
+        lines = [
+            n.lineno
+            for n in ast.walk(ast.parse(path.read_text()))
+            if isinstance(n, ast.Assert)
+        ]
+        assert not lines, f"{path}: assert in lines {lines}; raise an error instead"
+
+
+def _code():
+    kinds = ("*.py", "*.cc", "*.cu", "*.cuh", "*.h", "*.inc")
+    folders = ("te_flax", "csrc", "tests", "benchmarks", "examples", "docs")
+    files = [p for f in folders for k in kinds for p in (ROOT / f).rglob(k)]
+    return [*files, *ROOT.glob("*.py")]
+
+
+def test_files_are_short():
+    long = {}
+    for path in _code():
+        n = len(path.read_text().splitlines())
+        if n > LIMIT and "build" not in path.relative_to(ROOT).parts:
+            long[str(path.relative_to(ROOT))] = n
+    assert not long
+
+
+def test_functions_are_short():
+    long = {}
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef):
+                doc = node.body[0]
+                text = isinstance(doc, ast.Expr) and isinstance(doc.value, ast.Constant)
+                first = node.body[1].lineno if text and node.body[1:] else doc.lineno
+                lines = (node.end_lineno or first) - first + 1
+                if lines > 50:
+                    long[f"{path.relative_to(ROOT)}:{node.name}"] = lines
+    assert not long
+
+
+def test_kernels_know_neither_xla_nor_nanobind():
+    for path in (ROOT / "csrc").rglob("*"):
+        if path.is_file() and "kernels" in path.relative_to(ROOT / "csrc").parts[:-1]:
+            found = re.findall(r'#include [<"](?:xla|nanobind)[^>"]*', path.read_text())
+            assert not found, f"{path}: {found}"
+
+
+def test_handler_table_equals_the_declared_ops():
+    from te_flax.ops._op import KernelOp
+
+    declared = {op.handler for op in KernelOp.registry.values() if op.handler}
+    for table in ("handlers.def", "handlers_cuda.def"):
+        path = ROOT / "csrc" / "common" / table
+        names = re.findall(r"^X\((\w+),", path.read_text(), re.MULTILINE)
+        assert len(names) == len(set(names))
+        if table == "handlers.def":
+            assert set(names) == declared
+        else:
+            assert set(names) <= declared
