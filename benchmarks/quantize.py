@@ -1,8 +1,8 @@
 """Times the quantize ops against plain jnp: ``python -m benchmarks.quantize``.
 
-Every row is one run: our op under ``jax.jit``, the baseline of ``benchmarks.baselines`` and
-a memcpy that moves the same number of bytes (what the op reads plus what it writes), called
-in turn. Printed are medians, so a busy machine disturbs all three alike.
+Every row is one run: our op under ``jax.jit``, the baseline of ``benchmarks.baselines``
+and a memcpy that moves the same number of bytes (what the op reads plus what it
+writes), called in turn. Printed are medians, so a busy machine disturbs all alike.
 """
 
 import argparse

@@ -10,10 +10,10 @@ namespace {
 ffi::Error AmaxImpl(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> amax) {
   TE_ASSIGN_OR_RETURN(matrix, AsMatrix("amax", x, 0));
   TE_RETURN_IF_ERROR(CheckCount("amax", "amax", *amax, ffi::DataType::F32, 2));
-  constexpr int64_t kPiece = 64 << 10;
+  constexpr int64_t kPiece = 32 << 10;
   const int64_t n = matrix.rows;
   const Kernels& kernels = Table();
-  const Amax all = ParallelAmax(pool, Cut(pool, (n + kPiece - 1) / kPiece, 1),
+  const Amax all = ParallelAmax(pool, Cut(pool, (n + kPiece - 1) / kPiece, kPiece),
                                 [&](int64_t begin, int64_t end, Amax* part) {
                                   const int64_t first = begin * kPiece;
                                   kernels.amax(matrix.dtype, matrix.data + first * matrix.Bytes(),

@@ -132,7 +132,7 @@ void WriteTensor(ffi::ThreadPool& pool, const Job& job, float scale_inv) {
   for (int i = 0; i < 256; ++i) table[i] = Narrow<out>::Of(Scaled(job.decode[i], factor));
   const int64_t n = job.rows * job.cols;
   Type* x = static_cast<Type*>(job.out);
-  const Pieces pieces = Cut(pool, (n + kPiece - 1) / kPiece, 1);
+  const Pieces pieces = Cut(pool, (n + kPiece - 1) / kPiece, kPiece);
   ParallelFor(pool, pieces, [&](int64_t begin, int64_t end) {
     const int64_t last = std::min(n, end * kPiece);
     for (int64_t i = begin * kPiece; i < last; ++i) x[i] = table[job.codes[i]];
@@ -147,8 +147,7 @@ void WriteBlocks(ffi::ThreadPool& pool, const Job& job, const uint8_t* scales, b
   Factor factors[256];
   for (int e = 0; e < 256; ++e) factors[e] = BlockFactor(static_cast<uint8_t>(e));
   const int64_t blocks = (job.cols + kMxBlock - 1) / kMxBlock;
-  const int64_t smallest = kPiece / std::max<int64_t>(1, job.cols);
-  ParallelFor(pool, Cut(pool, job.rows, smallest), [&](int64_t begin, int64_t end) {
+  ParallelFor(pool, Cut(pool, job.rows, job.cols), [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; ++r) {
       const uint8_t* row = scales + (rowwise ? r * blocks : r / kMxBlock * job.cols);
       for (int64_t c = 0; c < job.cols; ++c) {

@@ -11,6 +11,7 @@ namespace te_flax::cpu {
 namespace {
 
 constexpr int kLanes = 8;
+constexpr int kRegister = 32;      // bytes
 constexpr int kUnit = 2 * kLanes;  // elements that are handled together
 
 using F = __m256;

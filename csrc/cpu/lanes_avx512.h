@@ -14,6 +14,7 @@ namespace te_flax::cpu {
 namespace {
 
 constexpr int kLanes = 16;
+constexpr int kRegister = 64;      // bytes
 constexpr int kUnit = 2 * kLanes;  // elements that are handled together
 
 using F = __m512;

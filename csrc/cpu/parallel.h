@@ -27,10 +27,13 @@ inline int64_t Threads(const ffi::ThreadPool& pool) {
   return forced > 0 ? forced : std::max<int64_t>(1, pool.num_threads());
 }
 
-// Cuts `count` pieces so that every thread gets several tasks, none smaller than `smallest`.
-inline Pieces Cut(const ffi::ThreadPool& pool, int64_t count, int64_t smallest) {
-  constexpr int64_t kTasksPerThread = 4;
+// Cuts `count` pieces of some elements each so that every thread gets several tasks, but none so
+// small that starting it costs as much as the work.
+inline Pieces Cut(const ffi::ThreadPool& pool, int64_t count, int64_t elements) {
+  constexpr int64_t kTasksPerThread = 8;
+  constexpr int64_t kSmallestTask = 32 << 10;  // elements, about 10 us
   const int64_t tasks = Threads(pool) * kTasksPerThread;
+  const int64_t smallest = kSmallestTask / std::max<int64_t>(1, elements);
   return {count, std::max({(count + tasks - 1) / tasks, smallest, int64_t{1}})};
 }
 

@@ -83,14 +83,17 @@ void QuantizeTile(const Kernels& kernels, const Matrix& x, const Copy& rowwise, 
   }
 }
 
+// Down the columns of tiles: the kernels fetch the tile below while they encode one.
 Amax QuantizeAll(ffi::ThreadPool& pool, const Matrix& x, const Copy& row, const Copy& col) {
   const int64_t across = CeilDiv(x.cols, kMxTileCols);
   const int64_t down = CeilDiv(x.rows, kMxBlock);
+  const int64_t piece =
+      std::min<int64_t>(kMxBlock, x.rows) * std::min<int64_t>(kMxTileCols, x.cols);
   const Kernels& kernels = Table();
   return ParallelAmax(
-      pool, Cut(pool, across * down, 1), [&](int64_t begin, int64_t end, Amax* amax) {
+      pool, Cut(pool, across * down, piece), [&](int64_t begin, int64_t end, Amax* amax) {
         for (int64_t i = begin; i < end; ++i) {
-          QuantizeTile(kernels, x, row, col, i / across * kMxBlock, i % across * kMxTileCols, amax);
+          QuantizeTile(kernels, x, row, col, i % down * kMxBlock, i / down * kMxTileCols, amax);
         }
       });
 }

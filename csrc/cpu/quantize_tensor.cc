@@ -10,7 +10,7 @@ namespace {
 constexpr std::string_view kWhere = "quantize";
 
 // Pieces of x when a transposed copy is written: whole cache lines of it in both directions.
-constexpr int64_t kTileRows = 128;
+constexpr int64_t kTileRows = 256;
 constexpr int64_t kTileCols = 1024;
 constexpr int64_t kFlatPiece = 32 << 10;
 
@@ -44,7 +44,7 @@ Amax QuantizeFlat(ffi::ThreadPool& pool, Matrix x, float scale, const Results& o
   x.cols *= x.rows;
   x.rows = 1;
   const Kernels& kernels = Table();
-  const Pieces pieces = Cut(pool, (x.cols + kFlatPiece - 1) / kFlatPiece, 1);
+  const Pieces pieces = Cut(pool, (x.cols + kFlatPiece - 1) / kFlatPiece, kFlatPiece);
   return ParallelAmax(pool, pieces, [&](int64_t begin, int64_t end, Amax* amax) {
     const int64_t first = begin * kFlatPiece;
     const int64_t last = std::min(x.cols, end * kFlatPiece);
@@ -55,9 +55,10 @@ Amax QuantizeFlat(ffi::ThreadPool& pool, Matrix x, float scale, const Results& o
 Amax QuantizeTiles(ffi::ThreadPool& pool, const Matrix& x, float scale, const Results& out) {
   const int64_t across = (x.cols + kTileCols - 1) / kTileCols;
   const int64_t down = (x.rows + kTileRows - 1) / kTileRows;
+  const int64_t piece = std::min(kTileRows, x.rows) * std::min(kTileCols, x.cols);
   const Kernels& kernels = Table();
   return ParallelAmax(
-      pool, Cut(pool, across * down, 1), [&](int64_t begin, int64_t end, Amax* amax) {
+      pool, Cut(pool, across * down, piece), [&](int64_t begin, int64_t end, Amax* amax) {
         for (int64_t i = begin; i < end; ++i) {
           const int64_t row = i / across * kTileRows;
           const int64_t col = i % across * kTileCols;
