@@ -61,7 +61,7 @@ def load_recipe(name: str):
     """Returns the recipe; bad names and bad files become InputError."""
     try:
         return te.load_recipe(name)
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError) as error:
         raise InputError(error) from error
 
 

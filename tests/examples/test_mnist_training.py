@@ -87,13 +87,13 @@ def test_metrics_count_every_image(idx_folder, monkeypatch):
     """Losses are means over images, not over batches of unequal size."""
     monkeypatch.setattr(data, "EVAL_BATCH", 20)
     digits = data.load(idx_folder)
-    model = CNN(rngs=nnx.Rngs(1))
+    model, recipe = CNN(rngs=nnx.Rngs(1)), te.load_recipe("delayed_scaling")
     steps = []
     history = list(
         fit(
             model,
             digits,
-            te.load_recipe("none"),
+            recipe,
             epochs=2,
             batch_size=50,
             seed=0,
@@ -101,8 +101,9 @@ def test_metrics_count_every_image(idx_folder, monkeypatch):
         )
     )
     assert [entry["epoch"] for entry in history] == [1, 2]
-    assert len(steps) == 4
-    logits = model(jnp.asarray(data.normalize(digits.test_images)))
+    assert len(steps) == np.count_nonzero(model.hidden.fp8.dy[...]) == 4
+    with te.autocast(recipe):
+        logits = model(jnp.asarray(data.normalize(digits.test_images)))
     chosen = jax.nn.log_softmax(logits)[np.arange(30), digits.test_labels]
     right = logits.argmax(-1) == digits.test_labels
     last = history[-1]
