@@ -1,5 +1,7 @@
 """Dequantization: every implementation equals the numpy oracle."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ import pytest
 from _quantizers import (
     CODES,
     FORMATS,
+    HANDLERS,
     IMPLEMENTATIONS,
     REFERENCE,
     bit_patterns,
@@ -27,6 +30,7 @@ from te_flax.testing import oracle
 from te_flax.testing.patterns import same_bits
 
 each = pytest.mark.parametrize("run", IMPLEMENTATIONS, ids=str)
+each_native = pytest.mark.parametrize("run", HANDLERS, ids=str)
 each_format = pytest.mark.parametrize("format", FORMATS)
 OUT_DTYPES = ("float32", "bfloat16", "float16")
 each_out = pytest.mark.parametrize("out_dtype", OUT_DTYPES)
@@ -53,22 +57,29 @@ def tensor_case(format: str, out_dtype: str):
     return [oracle.dequantize(codes, s, out_dtype=out_dtype)[0] for s in scales()]
 
 
+class AtEveryScale:
+    """vmap makes one call of all scales: handlers loop, the reference batches."""
+
+    def __call__(self, data, scales, *, out_dtype):
+        def f(data, scales):
+            one = lambda s: DEQUANTIZE(data, s, out_dtype=out_dtype)
+            return jax.vmap(one)(scales)
+
+        return jax.jit(f)(data, scales)
+
+    def reference(self, data, scales, *, out_dtype):
+        one = lambda s: DEQUANTIZE.reference(data, s, out_dtype=out_dtype)
+        return jax.vmap(one)(scales)
+
+
+AT_EVERY_SCALE: Any = AtEveryScale()
+
+
 @each
 @each_format
 @each_out
 def test_every_code_at_every_kind_of_scale(run, format, out_dtype):
-    # vmap gives all scales in one call: native loops, the reference batches.
-    f = jax.jit(
-        lambda codes, s: jax.vmap(
-            lambda s: DEQUANTIZE(codes, s, out_dtype=out_dtype)[0]
-        )(s)
-    )
-
-    class Mapped:
-        def __call__(self, codes, s):
-            return (f(codes, s),)
-
-    (got,) = run(Mapped(), all_codes(format), scales())
+    (got,) = run(AT_EVERY_SCALE, all_codes(format), scales(), out_dtype=out_dtype)
     same_bits(got, np.stack(tensor_case(format, out_dtype)))
 
 
@@ -116,7 +127,7 @@ def test_ragged_and_empty_shapes(run, axis):
         same_bits(got, expected)
 
 
-@each
+@each_native
 def test_many_tiles_equal_the_reference(run):
     rng = np.random.default_rng(1)
     data = rng.integers(0, 256, (519, 2085), np.uint8).view(CODES["e5m2"])

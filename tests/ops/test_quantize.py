@@ -13,6 +13,7 @@ from _quantizers import (
     F16,
     F32,
     FORMATS,
+    HANDLERS,
     IMPLEMENTATIONS,
     INPUTS,
     MAX,
@@ -34,6 +35,7 @@ from te_flax.testing import oracle
 from te_flax.testing.patterns import patterns, same_bits
 
 each = pytest.mark.parametrize("run", IMPLEMENTATIONS, ids=str)
+each_native = pytest.mark.parametrize("run", HANDLERS, ids=str)
 SCALES = (
     *(1.0, 0.37, 3.7, -2.0, 149.0, 2.0**-9, 2.0**-20, 2.0**-126, 2.0**120, 2.0**126),
     *(0.0, 1e-40, np.inf, np.nan),
@@ -144,7 +146,7 @@ def large_case(dtype: np.dtype):
     return x, attrs, REFERENCE(ops.QUANTIZE_ROWCOL, x, np.float32(5), **attrs)
 
 
-@each
+@each_native
 @pytest.mark.parametrize("dtype", INPUTS, ids=str)
 def test_many_tiles_equal_the_reference(run, dtype):
     x, attrs, expected = large_case(dtype)
