@@ -1,0 +1,162 @@
+"""ScaledTensor, the quantizers and the GEMM over them, against float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import te_flax as te
+
+QUANTIZERS = {
+    "tensor": te.TensorQuantizer(),
+    "tensor e5m2": te.TensorQuantizer(format="e5m2", power_of_2=True),
+    "mxfp8": te.MXFP8Quantizer(),
+    "mxfp8 e5m2": te.MXFP8Quantizer(format="e5m2"),
+}
+# Half a step of the format, as a share of the value.
+UNIT = {"e4m3": 2.0**-4, "e5m2": 2.0**-3}
+
+
+def data(shape, seed=0):
+    values = np.random.default_rng(seed).standard_normal(shape)
+    return jnp.asarray(values, jnp.float32)
+
+
+def both(name, x, k_ndim=1):
+    return QUANTIZERS[name](x, k_ndim=k_ndim, rowwise=True, colwise=True)
+
+
+@pytest.mark.parametrize("name", QUANTIZERS)
+@pytest.mark.parametrize(("shape", "k_ndim"), [((40, 72), 1), ((3, 5, 4, 9), 2)])
+@pytest.mark.parametrize("copy", ["rowwise", "colwise"])
+def test_dequantize_gives_the_array_back_within_half_a_step(name, shape, k_ndim, copy):
+    x = data(shape)
+    tensor = getattr(both(name, x, k_ndim), copy)
+    assert tensor.shape == shape
+    assert tensor.data.dtype.itemsize == 1
+    unit = UNIT[tensor.format]
+    # Below the format's normal range a step is absolute: 2^-6 of the block's largest.
+    bound = unit * np.abs(x) + unit * 2.0**-5 * float(jnp.max(jnp.abs(x)))
+    for dtype, eps in (("float32", 0.0), ("bfloat16", 2.0**-8)):
+        got = tensor.dequantize(dtype)
+        assert got.dtype == dtype
+        error = np.abs(np.asarray(got.astype(jnp.float32)) - x)
+        assert (error <= bound + eps * np.abs(x)).all()
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "mxfp8 e5m2"])
+def test_block_scales_are_e8m0_by_bitcast(name):
+    tensor = both(name, data((64, 96))).rowwise
+    assert tensor.scale_inv.dtype == jnp.float8_e8m0fnu
+    exponents = np.asarray(tensor.scale, np.float64) - 127
+    np.testing.assert_array_equal(
+        np.asarray(tensor.scale_inv).astype(np.float64), 2.0**exponents
+    )
+
+
+@pytest.mark.parametrize("name", QUANTIZERS)
+def test_one_copy_equals_the_same_copy_of_both(name):
+    x = data((33, 70))
+    two = both(name, x)
+    for copy in ("rowwise", "colwise"):
+        asked = {"rowwise": copy == "rowwise", "colwise": copy == "colwise"}
+        one = QUANTIZERS[name](x, k_ndim=1, **asked)
+        other = "colwise" if copy == "rowwise" else "rowwise"
+        assert getattr(one, other) is None
+        for a, b in zip(
+            jax.tree.leaves(getattr(one, copy)),
+            jax.tree.leaves(getattr(two, copy)),
+            strict=True,
+        ):
+            assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+        np.testing.assert_array_equal(one.amax, two.amax)
+
+
+def test_nbytes_counts_codes_and_scales():
+    x = data((64, 96))
+    assert both("tensor", x).rowwise.nbytes == 64 * 96 + 4
+    assert both("mxfp8", x).rowwise.nbytes == 64 * 96 + 64 * 3
+    assert both("mxfp8", x).colwise.nbytes == 64 * 96 + 2 * 96
+
+
+def test_a_given_amax_fixes_the_scale():
+    x = data((8, 32))
+    tensor = te.TensorQuantizer(margin=1)(
+        x, k_ndim=1, rowwise=True, colwise=False, amax=jnp.float32(7.0)
+    ).rowwise
+    assert tensor is not None
+    scale = np.float32(448.0) / np.float32(7.0) / 2
+    assert float(tensor.scale_inv) == np.float32(1) / scale
+
+
+def test_under_vmap_each_example_has_its_own_amax():
+    x = data((3, 8, 32)) * jnp.asarray([1.0, 10.0, 100.0])[:, None, None]
+
+    def scale(x):
+        q = te.TensorQuantizer()(x, k_ndim=1, rowwise=True, colwise=False)
+        return q.rowwise.scale_inv
+
+    for got, example in zip(jax.vmap(scale)(x), x, strict=True):
+        assert float(got) == float(scale(example))
+
+
+GEMMS = {  # how each pass of a dense layer contracts x [M, K], w [K, N], g [M, N]
+    "fprop": ((40, 72), (72, 24), ((1,), (0,)), "rowwise", "colwise"),
+    "dgrad": ((40, 24), (72, 24), ((1,), (1,)), "rowwise", "rowwise"),
+    "wgrad": ((40, 72), (40, 24), ((0,), (0,)), "colwise", "colwise"),
+}
+
+
+@pytest.mark.parametrize("name", [None, "tensor", "mxfp8"])
+@pytest.mark.parametrize("product", GEMMS)
+def test_gemm_is_the_product_of_the_dequantized_operands(name, product):
+    a_shape, b_shape, dims, a_copy, b_copy = GEMMS[product]
+    a, b = data(a_shape), data(b_shape, 1)
+    lhs, rhs = a, b
+    if name is not None:
+        lhs, rhs = getattr(both(name, a), a_copy), getattr(both(name, b), b_copy)
+        a, b = lhs.dequantize(), rhs.dequantize()
+    got = te.gemm(lhs, rhs, contracting_dims=dims, precision="highest")
+    a, b = (np.asarray(v, np.float64) for v in (a, b))
+    want = np.tensordot(a, b, dims)
+    length = a.shape[dims[0][0]]
+    # K products rounded into the sum, and two multiplications by the scales.
+    bound = (length + 2) * 2.0**-24 * np.tensordot(np.abs(a), np.abs(b), dims)
+    assert (np.abs(np.asarray(got, np.float64) - want) <= bound).all()
+
+
+BAD = [
+    (
+        lambda q, x: te.gemm(q.colwise, x, contracting_dims=((1,), (0,))),
+        ValueError,
+        r"gemm: contracting_dims of lhs must be its first or its last dims, .* \(1,\); ",
+    ),
+    (
+        lambda q, x: te.gemm(q.rowwise, x.T, contracting_dims=((1,), (0,))),
+        ValueError,
+        r"gemm: rhs must be scaled like lhs \(tensor\), got none; ",
+    ),
+    (
+        lambda q, x: te.gemm(x, x, contracting_dims=((1,), (0,))),
+        ValueError,
+        r"gemm_nn: rhs must have K.. = 32 like lhs, got 8 in shape",
+    ),
+    (
+        lambda q, x: q.rowwise.dequantize(jnp.int8),
+        TypeError,
+        r"ScaledTensor.dequantize: dtype must be float32, .* got int8; ",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "text"), BAD)
+def test_bad_operands(call, error, text):
+    x = data((8, 32))
+    with pytest.raises(error, match=text):
+        call(both("tensor", x), x)
+
+
+def test_two_e5m2_operands_are_refused():
+    q = both("tensor e5m2", data((32, 32)))
+    with pytest.raises(TypeError, match="gemm: rhs must not be e5m2 like lhs"):
+        te.gemm(q.rowwise, q.rowwise, contracting_dims=((1,), (1,)))
