@@ -129,7 +129,7 @@ BAD = [
     (
         lambda q, x: te.gemm(q.colwise, x, contracting_dims=((1,), (0,))),
         ValueError,
-        r"gemm: contracting_dims of lhs must be its first or its last dims, .* \(1,\); ",
+        r"gemm: contracting_dims of lhs must be its first or .*, got \(1,\); ",
     ),
     (
         lambda q, x: te.gemm(q.rowwise, x.T, contracting_dims=((1,), (0,))),
