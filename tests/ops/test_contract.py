@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from _meshes import A, E, P, collectives, mesh, placed
+from _meshes import FAST, A, E, P, collectives, mesh, placed
 from _operands import close_to, gemm_bound, gemm_oracle, main_operand, operands, same
 from jax.sharding import AxisType
 
@@ -39,6 +39,9 @@ FULL = (  # one of each family on every mesh; the others on one of each kind
     "quantize_rowcol",
 )
 each = pytest.mark.parametrize("name", OPS)
+
+
+compiled = functools.partial(jax.jit, compiler_options=FAST)
 
 
 def attributes(op, index=0, k_ndim=1):
@@ -79,7 +82,7 @@ def agree(op, attrs, arrays, got):
 
 @functools.cache
 def reference(op, attrs):
-    return jax.jit(functools.partial(op.reference, **dict(attrs)))
+    return compiled(functools.partial(op.reference, **dict(attrs)))
 
 
 @each
@@ -92,12 +95,12 @@ def test_dtypes_and_sizes(name):
         attrs = attributes(op, i)
         calls = [operands(op, groups((m,), (k,), (5,)), dtype, attrs) for m, k in pairs]
         call = functools.partial(op, **attrs)
-        got = jax.jit(lambda calls, call=call: [call(*c) for c in calls])(calls)
+        got = compiled(lambda calls, call=call: [call(*c) for c in calls])(calls)
         if name in VARIANT:
             wants = [None] * len(calls)
         else:
             plain = functools.partial(op.reference, **attrs)
-            wants = jax.jit(lambda calls, f=plain: [f(*c) for c in calls])(calls)
+            wants = compiled(lambda calls, f=plain: [f(*c) for c in calls])(calls)
         for arrays, result, want in zip(calls, got, wants, strict=True):
             if want is None:
                 agree(op, attrs, arrays, result)
@@ -142,9 +145,9 @@ def test_vmap(name):
         return [jax.vmap(f, ax)(*a) for a, ax in zip(every, axes, strict=True)]
 
     every = [batched(mask) for mask in masks]
-    got = jax.jit(lambda e: apply(functools.partial(op, **attrs), e))(every)
+    got = compiled(lambda e: apply(functools.partial(op, **attrs), e))(every)
     plain = functools.partial(op.reference, **attrs)
-    wants = jax.jit(lambda e: apply(plain, e))(every)
+    wants = compiled(lambda e: apply(plain, e))(every)
     for mask, call, results, want in zip(masks, every, got, wants, strict=True):
         entries = [
             [a[i] if on else a for a, on in zip(call, mask, strict=True)]
@@ -190,7 +193,7 @@ def _sharded(op, on, spec):
 def _compiled(f, on, specs, arrays, context=True):
     with jax.set_mesh(on):
         args = placed(on, specs, arrays)
-        executable = jax.jit(f).lower(*args).compile()
+        executable = jax.jit(f).lower(*args).compile(FAST)
         return executable(*args), collectives(executable)
 
 
