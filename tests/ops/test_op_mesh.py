@@ -10,6 +10,7 @@ from flax import nnx
 from jax import lax
 
 from te_flax.functional.dense import dense
+from te_flax.ops._op import KernelOp
 from te_flax.ops.mxfp8 import QUANTIZE_MXFP8_ROWCOL
 from te_flax.ops.quantize import QUANTIZE_ROWCOL
 
@@ -85,6 +86,25 @@ def test_vmap_nests():
         np.testing.assert_allclose(a, b, rtol=TOLERANCE, atol=TOLERANCE)
 
 
+def test_vmap_joins_a_group_where_it_can():
+    shared = str(jax.make_jaxpr(jax.vmap(rmsnorm, (0, None)))(X, GAMMA))
+    assert "maps=()" in shared
+    own = str(jax.make_jaxpr(jax.vmap(rmsnorm))(X, GAMMAS))
+    assert "maps=((True, True),)" in own
+    op = KernelOp(
+        name="test_turn",
+        signature="x: M.. k -> y: k M..",
+        reference=lambda x: (jnp.moveaxis(x, -1, 0),),
+        batch_group="M",
+    )
+    try:
+        turn = jax.vmap(lambda x: op(x)[0])
+        assert "maps=()" in str(jax.make_jaxpr(turn)(X))
+        np.testing.assert_array_equal(turn(X), jnp.moveaxis(X, -1, 1))
+    finally:
+        del KernelOp.registry["test_turn"]
+
+
 @every
 def test_whole_blocks_stay_cut(kind):
     x = jnp.tile(X, (1, 4, 1))
@@ -124,11 +144,14 @@ def test_axes_of_size_one(kinds, shape):
 
 @pure
 def test_types_keep_axes_of_size_one(kind):
-    """The result can be added to the operand on an Explicit mesh."""
+    """A carry keeps its type on an Explicit mesh."""
     on = mesh(E, E, shape=(8, 1)) if kind == "explicit" else mesh(A, A, shape=(8, 1))
-    f = lambda x, g: x + rmsnorm(x, g)
-    oracle = lambda x, g: x + fwd_reference(x, g, eps=1e-6)[0]
-    run(f, on, (P("dp", "tp"), P()), X, GAMMA, oracle=oracle)
+
+    def layers(norm):
+        return lambda x, g: lax.scan(lambda h, _: (norm(h, g), None), x, length=2)[0]
+
+    oracle = layers(lambda x, g: fwd_reference(x, g, eps=1e-6)[0])
+    run(layers(rmsnorm), on, (P("dp", "tp"), P()), X, GAMMA, oracle=oracle)
 
 
 @pure
