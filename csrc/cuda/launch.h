@@ -21,7 +21,7 @@ inline unsigned Blocks(int64_t items, int64_t per_block, int64_t limit = INT32_M
   return static_cast<unsigned>(blocks < limit ? blocks : limit);
 }
 
-constexpr int64_t kMaxFlatBlocks = 8192;  // of the kernels that stride over a flat array
+constexpr int64_t kMaxFlatBlocks = 1 << 15;  // of the kernels that stride over a flat array
 
 inline bool AlignedTo(const void* pointer, uintptr_t bytes) {
   return reinterpret_cast<uintptr_t>(pointer) % bytes == 0;

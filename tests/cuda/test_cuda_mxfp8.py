@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from _gpu import (
     BF16,
+    F32,
     FLAGS,
     FORMATS,
     GPU,
@@ -70,6 +71,19 @@ def test_scales_around_every_power_of_two(format):
     x[np.arange(amax.size), np.arange(amax.size) % 32] = amax
     check(VARIANTS["rowcol"][0], x, format, format)
     check(VARIANTS["rowcol"][0], np.ascontiguousarray(x.T), format, format)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+def test_a_tensor_of_subnormals_counts_as_zeros(dtype):
+    tiny = finite(dtype)
+    tiny = tiny[np.abs(tiny.astype(np.float64)) < 2.0**-126]
+    attrs = {"k_ndim": 1, "row_format": "e4m3", "col_format": "e5m2"}
+    results = native(VARIANTS["rowcol"][0], tiny, **attrs)
+    for codes in results[0::2][:2]:
+        assert not np.any(codes.view(np.uint8) & 0x7F)
+    for scales in results[1::2]:
+        assert not np.any(scales)
+    assert results[-1].tolist() == [0, 0]
 
 
 @each_dtype

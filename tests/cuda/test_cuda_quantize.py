@@ -12,6 +12,7 @@ from _gpu import (
     GPU,
     agree,
     each_dtype,
+    finite,
     formats_of,
     is_finite,
     native,
@@ -77,6 +78,19 @@ def test_every_pattern(variant, dtype):
         attrs = {"k_ndim": 1} | formats_of(op, row_format=row, col_format=col)
         got = native(op, x, np.float32(scale), **attrs)
         agree(got, oracle.quantize(x, np.float32(scale), **attrs))
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+def test_a_tensor_of_subnormals_counts_as_zeros(dtype):
+    tiny = finite(dtype)
+    tiny = tiny[np.abs(tiny.astype(np.float64)) < 2.0**-126]
+    assert tiny.size > 200
+    assert native(amax_ops.AMAX, tiny)[0].tolist() == [0, 0]
+    attrs = {"k_ndim": 1, "row_format": "e4m3", "col_format": "e5m2"}
+    *codes, amax = native(ops.QUANTIZE_ROWCOL, tiny, np.float32(2.0**126), **attrs)
+    assert amax.tolist() == [0, 0]
+    for copy in codes:
+        assert not np.any(copy.view(np.uint8) & 0x7F)
 
 
 @each_dtype

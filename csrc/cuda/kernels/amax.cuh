@@ -11,30 +11,26 @@ struct Amax {
   uint32_t finite = 0;
   uint32_t nonfinite = 0;
 
-  // Joins eight elements and returns the bits of their largest magnitude, NaN above Inf.
-  __device__ uint32_t Join(const uint32_t (&bits)[kPack]) {
-    uint32_t largest = 0;
-#pragma unroll
-    for (int j = 0; j < kPack; ++j) largest = max(largest, bits[j] & kAbs);
-    uint32_t usable = largest;
+  // Joins eight elements whose largest magnitude has the bits `largest`.
+  template <Float dtype>
+  __device__ void Join(uint32_t largest, const Pack<dtype>& pack) {
     if (largest >= kInf) {  // rare: look again for the largest finite one
       nonfinite = kOne;
-      usable = 0;
+      largest = 0;
 #pragma unroll
       for (int j = 0; j < kPack; ++j) {
-        const uint32_t a = bits[j] & kAbs;
-        if (a < kInf) usable = max(usable, a);
+        const uint32_t a = pack.Bits(j) & kAbs;
+        if (a < kInf) largest = max(largest, a);
       }
     }
-    finite = max(finite, usable);
-    return largest;
+    finite = max(finite, largest);
   }
 
   // Joins all threads of the block into result[2] in device memory, which starts as zeros.
   // Non-negative floats order like their bits, and a maximum does not depend on the order.
   __device__ void Store(uint32_t* result) {
     __shared__ uint32_t warps[2][32];
-    finite = __reduce_max_sync(~0u, finite);
+    finite = __reduce_max_sync(~0u, Flush(finite));
     nonfinite = __reduce_or_sync(~0u, nonfinite);
     if (threadIdx.x % 32 == 0) {
       warps[0][threadIdx.x / 32] = finite;
@@ -80,10 +76,7 @@ __global__ void __launch_bounds__(kFlatThreads)
     AmaxKernel(const void* __restrict__ x, int64_t n, bool aligned, uint32_t* amax) {
   Amax seen;
   WalkFlat<dtype>(x, n, aligned, [&](int64_t, int, const Pack<dtype>& pack) {
-    uint32_t bits[kPack];
-#pragma unroll
-    for (int j = 0; j < kPack; ++j) bits[j] = pack.Bits(j);
-    seen.Join(bits);
+    seen.Join(pack.Abs().Largest(), pack);
   });
   seen.Store(amax);
 }

@@ -135,8 +135,10 @@ __global__ void __launch_bounds__(kDequantizeThreads)
   const int64_t step = int64_t{gridDim.x} * kDequantizeThreads;
   for (int64_t p = int64_t{blockIdx.x} * kDequantizeThreads + threadIdx.x; p < m * packs;
        p += step) {
-    const int64_t r = p / packs;
-    const int64_t c = p % packs * kPack;
+    // A 64-bit division costs more than the rest of the loop.
+    const int64_t r =
+        p <= UINT32_MAX ? static_cast<uint32_t>(p) / static_cast<uint32_t>(packs) : p / packs;
+    const int64_t c = (p - r * packs) * kPack;
     const int valid = static_cast<int>(k - c < kPack ? k - c : kPack);
     float v[kPack];
     Decode8(LoadCodes(data + r * k + c, valid, aligned), format, v);

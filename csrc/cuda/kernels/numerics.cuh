@@ -1,8 +1,9 @@
 // The numerics of one element, and packs of eight elements. Raw pointers, no XLA or nanobind.
 //
-// Nothing here depends on a float32 subnormal: an input below 2^-126 becomes the zero of its sign
-// by an integer compare. The conversions to FP8 are the hardware's (sm_89 and newer): nearest
-// even, saturating, every NaN to 0x7f, which is what the library defines.
+// An input below 2^-126 is the zero of its sign: by integer compare, or in MulFtz, whose hardware
+// multiplication says so whatever the compiler's flags. Everything else avoids subnormals. The
+// conversions to FP8 are the hardware's (sm_89 and newer): nearest even, saturating, every NaN to
+// 0x7f, which is what the library defines.
 #ifndef TE_FLAX_CUDA_KERNELS_NUMERICS_CUH_
 #define TE_FLAX_CUDA_KERNELS_NUMERICS_CUH_
 
@@ -26,6 +27,14 @@ constexpr int kPack = 8;  // elements that a thread loads at once: 16 bytes of b
 
 __device__ inline uint32_t Flush(uint32_t bits) {
   return (bits & kAbs) < kMinNormal ? bits & ~kAbs : bits;
+}
+
+// a * b, where subnormal operands and results are zeros of their sign. FP8 codes of subnormals are
+// such zeros in any case.
+__device__ inline float MulFtz(float a, float b) {
+  float product;
+  asm("mul.rn.ftz.f32 %0, %1, %2;" : "=f"(product) : "f"(a), "f"(b));
+  return product;
 }
 
 // A variant that must do nothing has noop[0] != 0 (a subnormal counts as 0).
@@ -66,19 +75,49 @@ struct Pack {
     }
   }
 
-  // The flushed float32 bits of element j.
+  // The float32 bits of element j, not flushed.
   __device__ uint32_t Bits(int j) const {
     if constexpr (dtype == Float::kF32) {
-      return Flush(words[j]);
+      return words[j];
     } else {
       const uint32_t word = words[j / 2];
       if constexpr (dtype == Float::kBf16) {
-        return Flush(j % 2 == 0 ? word << 16 : word & 0xffff0000u);
-      } else {  // the least f16 magnitude is 2^-24: there is nothing to flush
+        return j % 2 == 0 ? word << 16 : word & 0xffff0000u;
+      } else {
         const uint16_t half = static_cast<uint16_t>(j % 2 == 0 ? word : word >> 16);
         return __float_as_uint(__half2float(__ushort_as_half(half)));
       }
     }
+  }
+
+  // The magnitudes. They order like their bits, NaN above Inf.
+  __device__ Pack Abs() const {
+    Pack abs;
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      abs.words[i] = words[i] & (dtype == Float::kF32 ? kAbs : 0x7fff7fffu);
+    }
+    return abs;
+  }
+
+  // Makes every element the larger of it and that of `other`; both hold magnitudes.
+  __device__ void Join(const Pack& other) {
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) words[i] = Larger(words[i], other.words[i]);
+  }
+
+  // The float32 bits of the largest of eight magnitudes.
+  __device__ uint32_t Largest() const {
+    Pack largest;
+    largest.words[0] = words[0];
+#pragma unroll
+    for (int i = 1; i < kWords; ++i) largest.words[0] = Larger(largest.words[0], words[i]);
+    if constexpr (dtype == Float::kF32) return largest.words[0];
+    return max(largest.Bits(0), largest.Bits(1));
+  }
+
+  __device__ static uint32_t Larger(uint32_t a, uint32_t b) {
+    return dtype == Float::kF32 ? max(a, b) : __vmaxu2(a, b);
   }
 };
 
@@ -110,25 +149,20 @@ __device__ inline void StoreCodes(uint8_t* to, uint2 codes, int valid, bool alig
 }
 
 // e8m0 byte of a block whose largest magnitude has these float32 bits (NaN sorts above Inf):
-// amax / max rounded up to a power of two.
+// amax * f32(1 / max) rounded up to a power of two, clamped at 0. Both maxima are 1.75 * 2^n, and
+// the product rounds to at most 2^k exactly where amax <= 1.75 * 2^(k + n): tried for every
+// float32. So the exponent goes up above a mantissa of 0.75, and a subnormal amax gives 0.
 __device__ inline uint32_t BlockScale(uint32_t amax, Format format) {
   if (amax >= kInf) return amax > kInf ? 255 : 254;
-  const bool tiny = amax < (27u << 23);  // 2^-100: the quotient could become subnormal
-  const float a = __uint_as_float(amax) * (tiny ? 0x1p64f : 1.0f);
-  const float quotient = a * (format == Format::kE4M3 ? 1.0f / 448.0f : 1.0f / 57344.0f);
-  const int bits = static_cast<int>(__float_as_uint(quotient));
-  return max(((bits + 0x7fffff) >> 23) - (tiny ? 64 : 0), 0);
+  const int e = static_cast<int>((amax + 0x1fffffu) >> 23);
+  return max(e - (format == Format::kE4M3 ? 8 : 15), 0);
 }
 
-// 2^(127 - e) as two factors. 2^-127 is subnormal, so a block with an infinity (254) is scaled in
-// two normal steps. A NaN block (255) becomes NaN throughout.
-struct BlockFactors {
-  float first, second;
-  __device__ explicit BlockFactors(uint32_t e8m0) {
-    first = __uint_as_float(e8m0 == 255 ? kQuietNan : e8m0 == 254 ? 64u << 23 : (254 - e8m0) << 23);
-    second = e8m0 == 254 ? 0x1p-64f : 1.0f;
-  }
-};
+// 2^(127 - e), which turns a NaN block (255) into NaN throughout. For a block with an infinity
+// (254) it is 2^-63, and 2^-64 is left to apply: 2^-127 is subnormal.
+__device__ inline float BlockFactor(uint32_t e8m0) {
+  return __uint_as_float(e8m0 == 255 ? kQuietNan : e8m0 == 254 ? 64u << 23 : (254 - e8m0) << 23);
+}
 
 }  // namespace te_flax::cuda
 

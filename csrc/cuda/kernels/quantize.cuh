@@ -21,26 +21,19 @@ struct TensorQuantize {
   bool col_aligned;  // 16-byte stores of col wherever 16 rows are valid
 };
 
-__device__ inline float TensorScale(const float* scale) {
-  return __uint_as_float(Flush(__float_as_uint(__ldg(scale))));
-}
-
 template <Float dtype>
 __device__ inline void ScalePack(const Pack<dtype>& pack, float scale, Amax* seen,
                                  float (&v)[kPack]) {
-  uint32_t bits[kPack];
+  seen->Join(pack.Abs().Largest(), pack);
 #pragma unroll
-  for (int j = 0; j < kPack; ++j) bits[j] = pack.Bits(j);
-  seen->Join(bits);
-#pragma unroll
-  for (int j = 0; j < kPack; ++j) v[j] = __fmul_rn(__uint_as_float(bits[j]), scale);
+  for (int j = 0; j < kPack; ++j) v[j] = MulFtz(__uint_as_float(pack.Bits(j)), scale);
 }
 
 // Row codes alone: x is a flat array.
 template <Float dtype>
 __global__ void __launch_bounds__(kFlatThreads) QuantizeRowKernel(TensorQuantize p) {
   if (Skips(p.noop)) return;
-  const float scale = TensorScale(p.scale);
+  const float scale = __ldg(p.scale);
   Amax seen;
   WalkFlat<dtype>(p.x, p.m * p.k, p.row_aligned,
                   [&](int64_t index, int valid, const Pack<dtype>& pack) {
@@ -109,9 +102,9 @@ __global__ void __launch_bounds__(kTileThreads) QuantizeTileKernel(TensorQuantiz
   // into 32 different banks.
   __shared__ uint32_t tile[kTile][kTile / 4];
   constexpr int kPacks = 8;
-  const int64_t tiles = (p.k + kTile - 1) / kTile;
-  const int64_t m0 = blockIdx.x / tiles * kTile;
-  const int64_t k0 = blockIdx.x % tiles * kTile;
+  const uint32_t tiles = static_cast<uint32_t>((p.k + kTile - 1) / kTile);
+  const int64_t m0 = int64_t{blockIdx.x / tiles} * kTile;
+  const int64_t k0 = int64_t{blockIdx.x % tiles} * kTile;
   const int column = threadIdx.x % 16 * kPack;
   const int row = threadIdx.x / 16;
   const int64_t k = k0 + column;
@@ -123,7 +116,7 @@ __global__ void __launch_bounds__(kTileThreads) QuantizeTileKernel(TensorQuantiz
     const int64_t m = m0 + row + 16 * i;
     packs[i].Load(p.x, m * p.k + k, m < p.m ? in_row : 0, p.row_aligned);
   }
-  const float scale = TensorScale(p.scale);
+  const float scale = __ldg(p.scale);
   Amax seen;
 #pragma unroll
   for (int i = 0; i < kPacks; ++i) {
