@@ -45,6 +45,9 @@ def restore_state(model: Any, state: Any) -> None:
         state: an ``nnx.State`` or nested mapping of arrays, as it was saved or as
             Orbax returns it without a target.
 
+    Returns:
+        None.
+
     Raises:
         ValueError: a variable is missing, unknown, or has another shape.
 

@@ -99,6 +99,8 @@ def test_the_mean_of_1_and_1000():
     np.testing.assert_array_equal(decode(mail(1, 1000).mean(0)), [1024, 0])
     np.testing.assert_array_equal(decode(mail(5, 5, 5).mean(0)), [5, 0])
     np.testing.assert_array_equal(decode(mail(MAX, 1).sum(0)), [np.float32(MAX), 0])
+    # Same binade, disjoint mantissas: only the count in the slot tells them apart.
+    np.testing.assert_array_equal(decode(mail(5, 6).sum(0)), [8, 0])
 
 
 def test_stacked_and_vmapped():
