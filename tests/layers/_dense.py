@@ -1,0 +1,26 @@
+"""What the tests of DenseGeneral share."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+import te_flax as te
+
+RECIPES = {
+    "delayed_scaling": te.DelayedScaling(),
+    "current_scaling": te.Float8CurrentScaling(),
+    "mxfp8": te.MXFP8BlockScaling(),
+}
+# One rounding of an operand to the format, as a share of its amax or its block's.
+UNIT = {"e4m3": 2.0**-4, "e5m2": 2.0**-3}
+
+
+def data(shape, seed=0, dtype=jnp.float32):
+    values = np.random.default_rng(seed).standard_normal(shape)
+    return jnp.asarray(values, dtype)
+
+
+def wide(shape) -> Any:
+    """A float64 host array."""
+    return np.ones(shape, np.float64)
