@@ -123,8 +123,8 @@ def test_the_oracle_on_blocks_worked_by_hand():
 
 
 SHAPES = [
-    *[((1,), 1), ((19,), 1), ((111,), 0), ((), 0), ((1024,), 1), ((33, 65), 1)],
-    *[((3, 5, 7), 1), ((3, 5, 7), 2), ((3, 5, 7), 3), ((129, 2, 66), 2)],
+    *[((1,), 1), ((19,), 1), ((111,), 0), ((), 0), ((33, 65), 1)],
+    *[((3, 5, 7), 1), ((3, 5, 7), 2), ((129, 2, 66), 2)],
     *[((3, 43, 132), 1), ((0,), 1), ((0, 5), 1), ((5, 0), 1), ((2, 0, 3), 2)],
 ]
 
@@ -218,6 +218,8 @@ FLAGS = [(0.0, False), (-0.0, False), (1e-40, False), (1.0, True), (np.nan, True
 @each
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_noop_keeps_the_previous_results(run, variant):
+    if not picks(run, tuple(VARIANTS).index(variant), 0, 2) and variant[0] != "ROWCOL":
+        return
     plain, noop = VARIANTS[variant]
     attrs = {k: v for k, v in {"k_ndim": 1, **MIXED[0]}.items() if k in plain.attrs}
     rng = np.random.default_rng(2)
@@ -241,6 +243,8 @@ def test_noop_writes_into_the_donated_buffers(swizzled):
         old = plain(jnp.ones((64, 96)), **attrs)
         where = [r.unsafe_buffer_pointer() for r in old]
         step = jax.jit(lambda *a: noop(*a, **attrs), donate_argnums=range(2, 7))
+        lowered = step.lower(jnp.zeros(1), jnp.ones((64, 96)), *old).as_text()
+        assert lowered.count("#stablehlo.output_operand_alias<") == 5
         new = step(jnp.zeros(1), jnp.full((64, 96), 2.0), *old)
         assert [r.unsafe_buffer_pointer() for r in new] == where
         kept = step(jnp.ones(1), jnp.full((64, 96), 3.0), *new)

@@ -195,6 +195,8 @@ def test_noop_writes_into_the_donated_buffers():
         step = jax.jit(
             lambda *a: ops.QUANTIZE_ROWCOL_NOOP(*a, **attrs), donate_argnums=(3, 4, 5)
         )
+        lowered = step.lower(jnp.zeros(1), x, jnp.float32(1), *old).as_text()
+        assert lowered.count("#stablehlo.output_operand_alias<") == 3
         new = step(jnp.zeros(1), 2 * x, jnp.float32(1), *old)
         assert [r.unsafe_buffer_pointer() for r in new] == where
         kept = step(jnp.ones(1), 3 * x, jnp.float32(1), *new)
