@@ -27,13 +27,13 @@ std::vector<const Kernels*> Supported() {
   return tables;
 }
 
-const Kernels& Find(const std::string& wanted, const std::string& where,
+const Kernels* Find(const std::string& wanted, const std::string& where,
                     const std::string& remedy) {
   const std::vector<const Kernels*> supported = Supported();
-  if (wanted == "auto") return *supported.front();
+  if (wanted == "auto") return supported.front();
   std::string allowed = "auto";
   for (const Kernels* table : supported) {
-    if (wanted == table->name) return *table;
+    if (wanted == table->name) return table;
     allowed.append(", ").append(table->name);
   }
   throw std::invalid_argument(where + " must be one of " + allowed + " on this CPU, got '" +
@@ -48,19 +48,19 @@ TestSettings& MutableTesting() {
 }  // namespace
 
 const Kernels& Active() {
-  static const Kernels& active = []() -> const Kernels& {
+  static const Kernels* const active = [] {
     const char* value = std::getenv("TE_FLAX_SIMD");
     const std::string wanted = value == nullptr || *value == '\0' ? "auto" : value;
     return Find(wanted, "te_flax: TE_FLAX_SIMD", "unset it for the best one");
   }();
-  return active;
+  return *active;
 }
 
 const TestSettings& Testing() { return MutableTesting(); }
 
 void SetTesting(const std::string& simd, int threads, bool ieee) {
   TestSettings settings;
-  if (simd != "auto") settings.kernels = &Find(simd, "testing: simd", "name one of these");
+  if (simd != "auto") settings.kernels = Find(simd, "testing: simd", "name one of these");
   settings.threads = threads;
   settings.ieee = ieee;
   MutableTesting() = settings;
