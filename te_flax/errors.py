@@ -37,7 +37,7 @@ def check_float64(where: str, **arrays: object) -> None:
     Example:
         >>> check_float64("dense", x=np.ones(3, np.float32))
     """
-    if jax.config.jax_enable_x64:
+    if jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
         return
     for name, array in arrays.items():
         if getattr(array, "dtype", None) == np.float64:

@@ -177,7 +177,7 @@ def test_a_chain_of_handlers_in_one_program(graphs):
     compiled = lowered.compile(compiler_options=options)
     keep_alive = []
     for step in range(6):
-        x = jnp.asarray(rng.standard_normal((200, 264)).astype(BF16) * BF16.type(step))
+        x = jnp.asarray((rng.standard_normal((200, 264)) * step).astype(BF16))
         noop = jnp.full(1, step % 2, jnp.float32)
         scale, scale_inv, new, kept = compiled(x, noop, previous)
         keep_alive.append((x, new))  # so that buffers move
