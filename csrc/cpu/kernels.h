@@ -38,7 +38,7 @@ struct TensorTile {
 
 constexpr int kMxBlock = 32;
 // The widest piece that the MXFP8 kernels take: their scales live on the stack.
-constexpr int kMxTileCols = 1024;
+constexpr int kMxTileCols = 4096;
 
 // One piece of x for MXFP8: at most 32 rows and kMxTileCols columns, starting at a block border
 // in both directions. `row` and `col` may be null; both lie as x does.

@@ -8,6 +8,9 @@ namespace {
 
 constexpr std::string_view kWhere = "quantize_mxfp8";
 
+// Whole pages of x, and a tile and the next one fit the second-level cache.
+int64_t TileCols(const Matrix& x) { return std::min<int64_t>(kMxTileCols, 8192 / x.Bytes()); }
+
 int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Scales [outer, inner] of one copy, inner along the blocks of one row of codes. Swizzled: the
@@ -60,7 +63,7 @@ void QuantizeTile(const Kernels& kernels, const Matrix& x, const Copy& rowwise, 
   tile.x = x.At(row, col);
   tile.x_stride = x.cols;
   tile.rows = std::min<int64_t>(kMxBlock, x.rows - row);
-  tile.cols = std::min<int64_t>(kMxTileCols, x.cols - col);
+  tile.cols = std::min(TileCols(x), x.cols - col);
   tile.code_stride = x.cols;
   tile.row_format = rowwise.format;
   tile.row = rowwise.codes == nullptr ? nullptr : rowwise.codes + row * x.cols + col;
@@ -85,15 +88,15 @@ void QuantizeTile(const Kernels& kernels, const Matrix& x, const Copy& rowwise, 
 
 // Down the columns of tiles: the kernels fetch the tile below while they encode one.
 Amax QuantizeAll(ffi::ThreadPool& pool, const Matrix& x, const Copy& row, const Copy& col) {
-  const int64_t across = CeilDiv(x.cols, kMxTileCols);
+  const int64_t tile_cols = TileCols(x);
+  const int64_t across = CeilDiv(x.cols, tile_cols);
   const int64_t down = CeilDiv(x.rows, kMxBlock);
-  const int64_t piece =
-      std::min<int64_t>(kMxBlock, x.rows) * std::min<int64_t>(kMxTileCols, x.cols);
+  const int64_t piece = std::min<int64_t>(kMxBlock, x.rows) * std::min(tile_cols, x.cols);
   const Kernels& kernels = Table();
   return ParallelAmax(
       pool, Cut(pool, across * down, piece), [&](int64_t begin, int64_t end, Amax* amax) {
         for (int64_t i = begin; i < end; ++i) {
-          QuantizeTile(kernels, x, row, col, i % down * kMxBlock, i / down * kMxTileCols, amax);
+          QuantizeTile(kernels, x, row, col, i % down * kMxBlock, i / down * tile_cols, amax);
         }
       });
 }
