@@ -2,13 +2,14 @@
 
 from collections.abc import Sequence
 
+import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from te_flax.errors import message
+from te_flax.errors import check_float64, message
 from te_flax.ops import gemm as ops_gemm
 from te_flax.quantize.tensor import ScaledTensor
-from te_flax.typing import Array
+from te_flax.typing import FLOATS, Array
 
 Dims = Sequence[int]
 
@@ -38,7 +39,7 @@ def gemm(
         contracting_dims: dims of ``lhs`` and of ``rhs`` to sum over, pairwise equal.
         batch_dims: data dims of ``lhs`` and ``rhs``. They are no batched GEMM: their
             mesh axes are never gathered, and a sharded contraction over them is
-            summed here.
+            summed here. Either side may name them; all contracting dims or none.
         bias: ``[rhs dims that remain]``, added in float32.
         out_dtype: dtype of the result; None takes ``lhs``'s, float32 for codes.
         split_accumulator: whether FP8 partial sums move to float32 registers often
@@ -52,9 +53,10 @@ def gemm(
         ``[lhs dims that remain, rhs dims that remain]`` of ``out_dtype``.
 
     Raises:
-        ValueError: dims that are no prefix or suffix, or differ in size; operands
-            of two scalings.
-        TypeError: both operands are e5m2.
+        ValueError: dims that do not exist, are no prefix or suffix, or differ in
+            number or size; operands of two scalings.
+        TypeError: both operands are e5m2; ``out_dtype`` is no float32, bfloat16 or
+            float16; float64 while ``jax_enable_x64`` is off.
 
     Example:
         >>> import jax.numpy as jnp
@@ -62,12 +64,23 @@ def gemm(
         >>> gemm(x, kernel, contracting_dims=((1,), (0,))).shape
         (2, 4)
     """
+    check_float64("gemm", lhs=lhs, rhs=rhs, bias=bias)
     lhs, rhs = _tensor(lhs), _tensor(rhs)
-    sides = []
-    for name, tensor, dims in zip(
-        ("lhs", "rhs"), (lhs, rhs), contracting_dims, strict=True
-    ):
-        sides.append(_trailing(name, tensor, tuple(d % tensor.ndim for d in dims)))
+    summed = _pair("contracting_dims", lhs, rhs, contracting_dims)
+    if len(summed[0]) != len(summed[1]):
+        raise ValueError(
+            message(
+                "gemm",
+                "contracting_dims",
+                "name as many dims of lhs as of rhs",
+                contracting_dims,
+                "pair each dim of lhs with one of rhs",
+            )
+        )
+    sides = [
+        _trailing(name, tensor, dims)
+        for name, tensor, dims in zip(("lhs", "rhs"), (lhs, rhs), summed, strict=True)
+    ]
     if lhs.scaling != rhs.scaling:
         raise ValueError(
             message(
@@ -80,9 +93,7 @@ def gemm(
         )
     # lhs "n" holds the contraction last, rhs "n" holds it first.
     orientation = ("n" if sides[0] else "t") + ("t" if sides[1] else "n")
-    k_ndim = len(contracting_dims[0])
-    lhs_batch = {d % lhs.ndim for d in batch_dims[0]}
-    summed = {d % lhs.ndim for d in contracting_dims[0]}
+    keep = _keeps_contraction(summed, _pair("batch_dims", lhs, rhs, batch_dims))
     if out_dtype is None:
         out_dtype = lhs.data.dtype if lhs.scaling == "none" else jnp.float32
     return ops_gemm.gemm(
@@ -92,14 +103,60 @@ def gemm(
         lhs_scale_inv=lhs.scale,
         rhs_scale_inv=rhs.scale,
         bias=bias,
-        k_ndim=k_ndim,
-        keep_contraction=bool(lhs_batch) and lhs_batch >= summed,
-        out_dtype=jnp.dtype(out_dtype).name,
+        k_ndim=len(summed[0]),
+        keep_contraction=keep,
+        out_dtype=_out_dtype(out_dtype),
         split_accumulator=split_accumulator,
         precision=precision,
         out_sharding=out_sharding,
         impl=impl,
     )
+
+
+def _pair(
+    name: str, lhs: ScaledTensor, rhs: ScaledTensor, pair: tuple[Dims, Dims]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Counts both sides' dims from the front, after checking them."""
+    if len(pair) != 2:
+        rule, remedy = "hold the dims of lhs and those of rhs", "pass ((1,), (0,))"
+        raise ValueError(message("gemm", name, rule, pair, remedy))
+    found = []
+    for side, tensor, dims in zip(("lhs", "rhs"), (lhs, rhs), pair, strict=True):
+        n = tensor.ndim
+        counted = tuple(d + n if d < 0 else d for d in dims)
+        if any(not 0 <= d < n for d in counted) or len(set(counted)) != len(counted):
+            rule = f"be different dims of {side}, which has {n}"
+            remedy = "count them from 0, or from -1 at the end"
+            raise ValueError(
+                message("gemm", f"{name} of {side}", rule, tuple(dims), remedy)
+            )
+        found.append(counted)
+    return found[0], found[1]
+
+
+def _keeps_contraction(summed, batch) -> bool:
+    """Whether the contracted dims hold data; they must do so all together."""
+    named = [
+        k in batch[0] or j in batch[1]
+        for k, j in zip(summed[0], summed[1], strict=True)
+    ]
+    if any(named) and not all(named):
+        rule = "name all of the contracting dims, or none of them"
+        remedy = "contract the data dims in a product of their own"
+        raise ValueError(message("gemm", "batch_dims", rule, batch, remedy))
+    return any(named)
+
+
+def _out_dtype(dtype) -> str:
+    """The name of a dtype that a product may have."""
+    allowed = [jnp.dtype(t).name for t in FLOATS]
+    if jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
+        allowed.append("float64")
+    name = jnp.dtype(dtype).name
+    if name not in allowed:
+        rule, remedy = f"be {' or '.join(allowed)}", "cast or quantize the result"
+        raise TypeError(message("gemm", "out_dtype", rule, name, remedy))
+    return name
 
 
 def _tensor(x: Array | ScaledTensor) -> ScaledTensor:

@@ -7,7 +7,8 @@ from te_flax.ops.mxfp8 import (
     QUANTIZE_MXFP8_ROW,
     QUANTIZE_MXFP8_ROWCOL,
 )
-from te_flax.quantize.quantizer import Quantized
+from te_flax.quantize.mailbox import reduce_amax
+from te_flax.quantize.quantizer import Quantized, check_orientations
 from te_flax.quantize.tensor import ScaledTensor
 from te_flax.typing import Array
 
@@ -34,6 +35,7 @@ class MXFP8Quantizer:
         impl: tuple | None = None,
     ) -> Quantized:
         """Quantizes ``x``; see :class:`te_flax.quantize.quantizer.Quantizer`."""
+        check_orientations("MXFP8Quantizer", rowwise, colwise)
         row = col = row_scale = col_scale = None
         if rowwise and colwise:
             row, row_scale, col, col_scale, measured = QUANTIZE_MXFP8_ROWCOL(
@@ -66,6 +68,7 @@ class MXFP8Quantizer:
                 )
             )
 
+        measured = reduce_amax(measured, amax_axes)
         return Quantized(
             copy(row, row_scale, True), copy(col, col_scale, False), measured
         )

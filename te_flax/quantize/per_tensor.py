@@ -5,7 +5,7 @@ import dataclasses
 from te_flax.ops.amax import AMAX, AMAX_TO_SCALE
 from te_flax.ops.quantize import QUANTIZE_COL, QUANTIZE_ROW, QUANTIZE_ROWCOL
 from te_flax.quantize.mailbox import reduce_amax
-from te_flax.quantize.quantizer import Quantized
+from te_flax.quantize.quantizer import Quantized, check_orientations
 from te_flax.quantize.tensor import ScaledTensor
 from te_flax.typing import Array
 
@@ -41,6 +41,7 @@ class TensorQuantizer:
         impl: tuple | None = None,
     ) -> Quantized:
         """Quantizes ``x``; without ``amax`` it is read once more, for its own amax."""
+        check_orientations("TensorQuantizer", rowwise, colwise)
         measured = None
         if amax is None:
             measured = reduce_amax(AMAX(x, impl=impl)[0], amax_axes)

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import NamedTuple, Protocol, runtime_checkable
 
+from te_flax.errors import message
 from te_flax.quantize.tensor import ScaledTensor
 from te_flax.typing import Array
 
@@ -79,3 +80,10 @@ class Identity:
             ScaledTensor(data=x, k_ndim=k_ndim) if rowwise else None,
             ScaledTensor(data=x, k_ndim=k_ndim, rowwise=False) if colwise else None,
         )
+
+
+def check_orientations(where: str, rowwise: bool, colwise: bool) -> None:
+    """Raises ValueError when no copy is asked for."""
+    if not (rowwise or colwise):
+        rule, remedy = "be True for at least one of them", "ask for a copy"
+        raise ValueError(message(where, "rowwise, colwise", rule, "False", remedy))

@@ -79,6 +79,7 @@ class ScaledTensor:
 
         Raises:
             TypeError: ``dtype`` is not one of the three.
+            ValueError: ``scaling`` and ``scale`` do not belong together.
         """
         name = jnp.dtype(dtype).name
         if name not in ("float32", "bfloat16", "float16"):
@@ -89,6 +90,20 @@ class ScaledTensor:
                     "be float32, bfloat16 or float16",
                     name,
                     "cast the result instead",
+                )
+            )
+        if self.scaling not in ("none", "tensor", "mxfp8") or (
+            (self.scale is None) != (self.scaling == "none")
+        ):
+            raise ValueError(
+                message(
+                    "ScaledTensor.dequantize",
+                    "scaling",
+                    "be 'none' without a scale, 'tensor' or 'mxfp8' with one",
+                    f"{self.scaling!r}, scale {jax.typeof(self.scale)}"
+                    if self.scale is not None
+                    else f"{self.scaling!r} without a scale",
+                    "take the tensor from a quantizer",
                 )
             )
         if self.scaling == "none":

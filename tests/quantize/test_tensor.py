@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import te_flax as te
 
@@ -127,6 +129,60 @@ def test_gemm_is_the_product_of_the_dequantized_operands(name, product):
 
 BAD = [
     (
+        lambda q, x: te.ScaledTensor(data=x, scaling="bogus").dequantize(),
+        ValueError,
+        r"ScaledTensor.dequantize: scaling must be 'none' .* got 'bogus' without a ",
+    ),
+    (
+        lambda q, x: te.TensorQuantizer()(x, k_ndim=1, rowwise=False, colwise=False),
+        ValueError,
+        r"TensorQuantizer: rowwise, colwise must be True for at least one of them",
+    ),
+    (
+        lambda q, x: te.gemm(np.ones((2, 3)), x, contracting_dims=((1,), (0,))),
+        TypeError,
+        r"gemm: lhs must be float32, .* got float64; ",
+    ),
+    (
+        lambda q, x: te.gemm(x, x, contracting_dims=((5,), (0,))),
+        ValueError,
+        r"gemm: contracting_dims of lhs must be different dims of lhs, which has 2, ",
+    ),
+    (
+        lambda q, x: te.gemm(x, x, contracting_dims=((1,), (0, 1))),
+        ValueError,
+        r"gemm: contracting_dims must name as many dims of lhs as of rhs, got ",
+    ),
+    (
+        lambda q, x: te.gemm(x, x, contracting_dims=((1,),)),
+        ValueError,
+        r"gemm: contracting_dims must hold the dims of lhs and those of rhs, got ",
+    ),
+    (
+        lambda q, x: te.gemm(x[0, 0], x, contracting_dims=((0,), (0,))),
+        ValueError,
+        r"gemm: contracting_dims of lhs must be different dims of lhs, which has 0, ",
+    ),
+    (
+        lambda q, x: te.gemm(
+            x, x.T, contracting_dims=((1,), (0,)), batch_dims=((9,), ())
+        ),
+        ValueError,
+        r"gemm: batch_dims of lhs must be different dims of lhs, which has 2, got ",
+    ),
+    (
+        lambda q, x: te.gemm(
+            x, x, contracting_dims=((0, 1), (0, 1)), batch_dims=((0,), (0,))
+        ),
+        ValueError,
+        r"gemm: batch_dims must name all of the contracting dims, or none of them",
+    ),
+    (
+        lambda q, x: te.gemm(x, x.T, contracting_dims=((1,), (0,)), out_dtype="int8"),
+        TypeError,
+        r"gemm: out_dtype must be float32 or .* got int8; ",
+    ),
+    (
         lambda q, x: te.gemm(q.colwise, x, contracting_dims=((1,), (0,))),
         ValueError,
         r"gemm: contracting_dims of lhs must be its first or .*, got \(1,\); ",
@@ -160,3 +216,44 @@ def test_two_e5m2_operands_are_refused():
     q = both("tensor e5m2", data((32, 32)))
     with pytest.raises(TypeError, match="gemm: rhs must not be e5m2 like lhs"):
         te.gemm(q.rowwise, q.rowwise, contracting_dims=((1,), (1,)))
+
+
+@pytest.mark.parametrize("named", [((0,), (0,)), ((0,), ()), ((), (0,))])
+def test_batch_dims_of_either_side_are_never_gathered(named):
+    mesh = jax.make_mesh((8,), ("dp",), axis_types=(AxisType.Explicit,))
+    x, g = data((64, 24)), data((64, 16), 1)
+
+    def wgrad(x, g):
+        return te.gemm(x, g, contracting_dims=((0,), (0,)), batch_dims=named)
+
+    with jax.set_mesh(mesh):
+        whole = jax.device_put(g, NamedSharding(mesh, P()))
+        cut = jax.device_put(x, NamedSharding(mesh, P("dp")))
+        compiled = jax.jit(wgrad).lower(cut, whole).compile()
+        got = compiled(cut, whole)
+    text = compiled.as_text() or ""
+    assert "all-gather" not in text
+    assert text.count("all-reduce(") == 1
+    want = np.asarray(x, np.float64).T @ np.asarray(g, np.float64)
+    bound = 64 * 2.0**-24 * np.abs(x).T @ np.abs(g)
+    assert (np.abs(np.asarray(got, np.float64) - want) <= bound).all()
+
+
+@pytest.mark.parametrize("name", ["tensor", "mxfp8"])
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_amax_is_the_maximum_over_the_named_manual_axes(name, check_vma):
+    mesh = jax.make_mesh((8,), ("dp",), axis_types=(AxisType.Auto,))
+    x = data((64, 32))
+
+    def amax(x):
+        q = QUANTIZERS[name](
+            x, k_ndim=1, rowwise=True, colwise=False, amax_axes=("dp",)
+        )
+        return q.amax
+
+    f = jax.shard_map(
+        amax, mesh=mesh, in_specs=P("dp"), out_specs=P(), check_vma=check_vma
+    )
+    got = jax.jit(f)(x)
+    for shard in got.addressable_shards:  # the same on every device
+        assert float(shard.data[0]) == float(jnp.max(jnp.abs(x)))
