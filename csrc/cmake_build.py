@@ -24,7 +24,10 @@ def switch(name):
     """Value of an auto | on | off variable."""
     value = os.environ.get(name, "auto")
     if value not in ("auto", "on", "off"):
-        raise ValueError(f"setup_ext: {name} must be auto, on or off, got {value!r}")
+        raise ValueError(
+            f"setup_ext: {name} must be auto, on or off, got {value!r}; "
+            "unset it for auto"
+        )
     return value
 
 

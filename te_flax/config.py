@@ -1,4 +1,8 @@
-"""Every TE_FLAX_* environment variable that the library reads, once, at import."""
+"""Every TE_FLAX_* environment variable that the Python files read, once, at import.
+
+The compiled module reads ``TE_FLAX_SIMD`` itself when it is loaded: ``auto`` or the
+instruction set that the CPU handlers must use: ``base``, ``avx2`` or ``avx512``.
+"""
 
 import dataclasses
 import os
@@ -11,15 +15,9 @@ class Config:
     Attributes:
         kernels: ``TE_FLAX_KERNELS``, the outermost rules of :func:`te_flax.kernels`:
             a comma list of ``op-glob=auto|native|reference|jit``.
-        simd: ``TE_FLAX_SIMD``, ``auto`` or the instruction set that the CPU handlers
-            must use: ``base``, ``avx2`` or ``avx512``. Read by the compiled module.
     """
 
     kernels: str = ""
-    simd: str = "auto"
 
 
-CONFIG = Config(
-    kernels=os.environ.get("TE_FLAX_KERNELS", ""),
-    simd=os.environ.get("TE_FLAX_SIMD", "auto"),
-)
+CONFIG = Config(kernels=os.environ.get("TE_FLAX_KERNELS", ""))

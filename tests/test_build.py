@@ -250,7 +250,7 @@ def test_requirements(cmake_build, monkeypatch):
 
 def test_switch_must_be_known(cmake_build, monkeypatch):
     monkeypatch.setenv("TE_FLAX_NATIVE", "yes")
-    rule = "setup_ext: TE_FLAX_NATIVE must be auto, on or off, got 'yes'"
+    rule = "setup_ext: TE_FLAX_NATIVE must be auto, on or off, got 'yes'; unset it"
     with pytest.raises(ValueError, match=rule):
         cmake_build.requirements()
 

@@ -102,6 +102,18 @@ def test_missing_module_is_logged_and_reported(package):
     assert "all ops run as plain JAX" in err
 
 
+@pytest.mark.parametrize("text", ['{"cpu": tr', "[1]", "", "\0"])
+def test_corrupt_build_info(package, text):
+    file = package / "_build_info.json"
+    file.write_text(text)
+    status, out, err = run(package, "why_not('amax', 'cpu')")
+    assert status == 0, err
+    rule = f"te_flax: {file} must be the JSON object that the installer wrote, got "
+    assert f"{rule}" in err
+    assert rule in out
+    assert "; reinstall te_flax" in out
+
+
 def test_corrupt_module(package):
     file = package / f"_C{SUFFIX}"
     file.write_bytes(b"\x7fELF, but cut short")
@@ -181,6 +193,38 @@ def compiled(package):
     return package
 
 
+@pytest.mark.parametrize("percent", [10, 50, 90])
+@pytest.mark.parametrize("name", ["_C", "_cuda"])
+def test_truncated_module(cuda_plugin, name, percent):
+    """The dynamic linker would map the file and die of SIGBUS."""
+    origin = importlib.import_module("te_flax._C").__file__
+    assert origin
+    whole = Path(origin).read_bytes()
+    part = whole[: len(whole) * percent // 100]
+    file = cuda_plugin / f"{name}{SUFFIX}"
+    (cuda_plugin / f"{name}.py").unlink(missing_ok=True)
+    file.write_bytes(part)
+    status, _, err = run(cuda_plugin)
+    assert status == 1
+    rule = f"ImportError: te_flax: {file} must be a whole file, got {len(part)} of at "
+    assert f"{rule}least {len(whole)} bytes; reinstall te_flax, or set TE_FLAX" in err
+    status, out, err = run(cuda_plugin, TE_FLAX_KERNELS="*=reference")
+    assert (status, out) == (0, "False none"), err
+
+
+@pytest.mark.parametrize("keep", [5, 63, 64, 200])
+def test_module_cut_within_its_headers(tmp_path, keep):
+    whole = Path(importlib.import_module("te_flax._C").__file__ or "").read_bytes()
+    file = tmp_path / "cut.so"
+    file.write_bytes(whole[:keep])
+    assert _extension._cut_short(file).startswith(f"{keep} of at least ")
+    # Without section headers, only the segments tell the end.
+    file.write_bytes(whole[:40] + bytes(8) + whole[48:60] + bytes(4) + whole[64:4096])
+    assert _extension._cut_short(file).startswith("4096 of at least ")
+    file.write_bytes(whole)
+    assert _extension._cut_short(file) == ""
+
+
 def test_simd_by_name(compiled):
     assert run(compiled, TE_FLAX_SIMD="base")[:2] == (0, "True base")
 
@@ -249,6 +293,26 @@ def test_gpu_without_an_image(monkeypatch, capability, fits):
     if not fits:
         assert "has code for sm_89, sm_90a, sm_100a and cuda:0 is sm_120" in why
         assert "TE_FLAX_CUDA_ARCHS=120" in why
+
+
+@pytest.mark.parametrize(
+    ("arch", "runs"),
+    [
+        ("80", "80 86 89"),
+        ("86", "86 89"),
+        ("89", "89"),
+        ("90", "90"),
+        ("90a", "90"),
+        ("100", "100 103"),
+        ("100a", "100"),
+        ("100f", "100 103"),
+        ("103f", "103"),
+        ("120f", "120 121"),
+    ],
+)
+def test_which_devices_run_an_architecture(arch, runs):
+    devices = ["75", "80", "86", "89", "90", "100", "103", "120", "121"]
+    assert [d for d in devices if _extension._runs(arch, d)] == runs.split()
 
 
 def test_stub_file_matches_the_module():

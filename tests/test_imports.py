@@ -2,6 +2,7 @@
 
 import ast
 import re
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -114,6 +115,30 @@ def test_kernels_know_neither_xla_nor_nanobind():
         if path.is_file() and "kernels" in path.relative_to(ROOT / "csrc").parts[:-1]:
             found = re.findall(r'#include [<"](?:xla|nanobind)[^>"]*', path.read_text())
             assert not found, f"{path}: {found}"
+
+
+CPU_KERNELS = ("kernels*", "simd*.inc", "lanes_*.h", "scalar.h")
+
+
+def test_cpu_kernels_include_only_themselves():
+    """A vector kernel that shares inline code may run it on a CPU that lacks it."""
+    csrc = ROOT / "csrc"
+    groups = [list((csrc / "cpu").glob(pattern)) for pattern in CPU_KERNELS]
+    assert all(groups), "a pattern of CPU_KERNELS names no file"
+    closed = {csrc / "common" / "formats.h", *(p for group in groups for p in group)}
+    free = {"<stdint.h>", "<string.h>", "<immintrin.h>"}
+    allowed = free | {f'"{p.relative_to(csrc).as_posix()}"' for p in closed}
+    for path in closed:
+        found = re.findall(r"^\s*#\s*include\s*(\S+)", path.read_text(), re.MULTILINE)
+        assert set(found) <= allowed, f"{path}: {set(found) - allowed}"
+
+
+def test_every_setting_is_read():
+    from te_flax.config import Config
+
+    text = "".join(p.read_text() for p in SOURCES)
+    unread = [f.name for f in fields(Config) if f"CONFIG.{f.name}" not in text]
+    assert not unread
 
 
 def test_handler_table_equals_the_declared_ops():

@@ -11,6 +11,7 @@ import importlib.util
 import json
 import logging
 import re
+import struct
 import sys
 from collections.abc import Mapping
 from importlib import metadata
@@ -79,12 +80,42 @@ def _check(file: str, info: Mapping[str, Any]) -> None:
         )
 
 
+def _cut_short(file: Path) -> str:
+    """How much of an ELF64 file is missing, or nothing.
+
+    The dynamic linker maps a truncated file without a look at its size, and the first
+    access beyond the end kills the process; so the headers are compared with it here.
+    """
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        head = stream.read(64)
+        if head[:5] != b"\x7fELF\x02":
+            return ""
+        order = ">" if head[5:6] == b"\x02" else "<"
+        end = 64
+        if size >= end:
+            phoff, shoff = struct.unpack_from(order + "QQ", head, 32)
+            phsize, phnum, shsize, shnum = struct.unpack_from(order + "4H", head, 54)
+            end = max(end, phoff + phsize * phnum, shoff + shsize * shnum)
+            stream.seek(phoff)
+            table = stream.read(phsize * phnum)
+            for at in range(0, len(table) - 39, phsize or 56):
+                offset, _, _, length = struct.unpack_from(order + "4Q", table, at + 8)
+                end = max(end, offset + length)
+    return f"{size} of at least {end} bytes" if size < end else ""
+
+
 def _import(name: str) -> ModuleType | None:
     """Imports a compiled module, or returns None where there is none."""
     # Beside this file only: an editable install of another tree would offer its own.
     spec = PathFinder.find_spec(f"te_flax.{name}", [str(PACKAGE)])
     if spec is None:
         return None
+    missing = _cut_short(Path(spec.origin)) if spec.origin else ""
+    if missing:
+        raise ImportError(
+            message("te_flax", str(spec.origin), "be a whole file", missing, REINSTALL)
+        )
     try:
         module = importlib.import_module(f"te_flax.{name}")
         info = module.build_info()
@@ -107,9 +138,22 @@ def _register(module: ModuleType, platform: str) -> frozenset[str]:
 def _built() -> dict[str, Any]:
     """What the installer noted: pip hides the output of a build that fell back."""
     file = PACKAGE / "_build_info.json"
+    reason = "this source tree is not installed"
     if file.exists():
-        return json.loads(file.read_text())
-    return {"cpu": False, "cuda": False, "reason": "this source tree is not installed"}
+        try:
+            return {
+                "cpu": False,
+                "cuda": False,
+                "reason": "",
+                **json.loads(file.read_text()),
+            }
+        except (TypeError, ValueError) as error:  # the modules may be sound
+            rule = "be the JSON object that the installer wrote"
+            reason = message(
+                "te_flax", str(file), rule, repr(error), "reinstall te_flax"
+            )
+            logging.getLogger("te_flax").warning("%s", reason)
+    return {"cpu": False, "cuda": False, "reason": reason}
 
 
 def _load_cuda(info: dict[str, Any]) -> tuple[frozenset[str], str]:
@@ -163,6 +207,15 @@ def load() -> Loaded:
     return Loaded(handlers, {"cuda": why} if why else {}, info)
 
 
+def _runs(arch: str, capability: str) -> bool:
+    """Whether code for ``sm_<arch>`` runs on a device of a capability such as "90"."""
+    number = arch.rstrip("af")
+    if arch.endswith("a"):
+        return number == capability
+    same = number[:-1] == capability[:-1]
+    return same and int(capability[-1]) >= int(number[-1])
+
+
 @functools.cache
 def _no_image() -> str:
     """Why the CUDA handlers cannot run on the local GPUs, or nothing."""
@@ -173,7 +226,7 @@ def _no_image() -> str:
     archs = load().info.get("cuda_archs", [])
     for device in devices:
         capability = str(device.compute_capability).replace(".", "")
-        if not any(arch.rstrip("a") == capability for arch in archs):
+        if not any(_runs(arch, capability) for arch in archs):
             return (
                 f"te_flax._cuda has code for sm_{', sm_'.join(archs)} and {device} is "
                 f"sm_{capability}; install te_flax with TE_FLAX_CUDA_ARCHS={capability}"
