@@ -112,6 +112,10 @@ def test_corrupt_build_info(package, text):
     assert f"{rule}" in err
     assert rule in out
     assert "; reinstall te_flax" in out
+    (package / "_C.py").write_text(fake())  # sound: it loads, the file is only logged
+    status, out, err = run(package)
+    assert (status, out) == (0, "False base"), err
+    assert rule in err
 
 
 def test_corrupt_module(package):
