@@ -1,7 +1,7 @@
 """What all recipes share."""
 
 import dataclasses
-from typing import Any, ClassVar, NamedTuple
+from typing import NamedTuple
 
 from te_flax.errors import message
 from te_flax.quantize.quantizer import Identity, Quantizer
@@ -33,8 +33,9 @@ class Recipe:
         True
     """
 
-    fp8_format: ClassVar[Any] = "e4m3"
-    split_accumulator: ClassVar[Any] = (True, True, True)
+    # Without annotations: an annotated name would come before a subclass's fields.
+    fp8_format = "e4m3"
+    split_accumulator = (True, True, True)
 
     @property
     def formats(self) -> tuple[str, str, str]:

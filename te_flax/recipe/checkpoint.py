@@ -60,8 +60,8 @@ def restore_state(model: Any, state: Any) -> None:
         >>> bool((model.kernel[...] == plain.kernel[...]).all())
         True
     """
-    source = _flatten(state)
     target = nnx.to_flat_state(nnx.state(model))
+    source = _flatten(state, {tuple(map(str, path)) for path, _ in target})
     updates, missing = [], []
     for path, leaf in target:
         value = source.pop(tuple(map(str, path)), None)
@@ -73,8 +73,7 @@ def restore_state(model: Any, state: Any) -> None:
             missing.append("/".join(map(str, path)))
             continue
         updates.append((path, _fit(path, leaf, value)))
-    ours = {str(path[-1]) for path, leaf in target if isinstance(leaf, Fp8Mailbox)}
-    unknown = ["/".join(path) for path in source if path[-1] not in ours]
+    unknown = ["/".join(path) for path in source]
     for names, rule in ((missing, "hold"), (unknown, "not hold")):
         if names:
             got = "a state without them" if rule == "hold" else "a state with them"
@@ -84,8 +83,12 @@ def restore_state(model: Any, state: Any) -> None:
     nnx.update(model, nnx.from_flat_state(updates))
 
 
-def _flatten(state: Any) -> dict[tuple[str, ...], Any]:
-    """Paths (as strings) to arrays; a level that only says "value" is dropped."""
+def _flatten(state: Any, known: set[tuple[str, ...]]) -> dict[tuple[str, ...], Any]:
+    """Paths (as strings) to arrays.
+
+    Orbax writes a variable as {"value": array}: that last level is dropped, unless
+    the model knows a variable of this very name.
+    """
     flat: dict[tuple[str, ...], Any] = {}
 
     def visit(path: tuple[str, ...], node: Any) -> None:
@@ -93,13 +96,13 @@ def _flatten(state: Any) -> dict[tuple[str, ...], Any]:
             visit(path, node.get_value())
         elif isinstance(node, Mapping):
             for key, child in node.items():
-                name = () if key == "value" and len(node) == 1 else (str(key),)
-                visit(path + name, child)
+                visit((*path, str(key)), child)
         elif isinstance(node, list | tuple):
             for key, child in enumerate(node):
                 visit((*path, str(key)), child)
         elif node is not None:
-            flat[path] = node
+            wrapped = len(path) > 1 and path[-1] == "value" and path not in known
+            flat[path[:-1] if wrapped else path] = node
 
     visit((), state)
     return flat

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import enum
 from collections.abc import Iterator, Sequence
 
 import jax
@@ -13,6 +14,7 @@ from te_flax.recipe.presets import planned, presets
 __all__ = [
     "HIGH_PRECISION",
     "autocast",
+    "check_recipe",
     "current_recipe",
     "is_recipe_supported",
     "local_amax_axes",
@@ -29,12 +31,18 @@ class _Scope:
     local_amax_axes: tuple[str, ...] = ()
 
 
+class _Outer(enum.Enum):
+    """The default of autocast's `recipe`: the recipe of the context around it."""
+
+    RECIPE = enum.auto()
+
+
 _SCOPE = jax.make_user_context(_Scope())
 
 
 @contextlib.contextmanager
 def autocast(
-    recipe: Recipe | None = None,
+    recipe: Recipe | _Outer | None = _Outer.RECIPE,
     enabled: bool = True,
     *,
     local_amax_axes: Sequence[str] = (),
@@ -48,7 +56,8 @@ def autocast(
     ``recipe=`` follows its own recipe instead of the context.
 
     Args:
-        recipe: a recipe, or None or ``te.HIGH_PRECISION`` for no recipe.
+        recipe: a recipe, or None or ``te.HIGH_PRECISION`` for no recipe. Left out,
+            the recipe of the context around this one goes on.
         enabled: False turns low precision off for everything inside.
         local_amax_axes: manual mesh axes (inside ``jax.shard_map``) whose devices
             hold different layers, so that amax is not maximised over them. Nested
@@ -67,12 +76,14 @@ def autocast(
         ...     te.current_recipe()
         MXFP8BlockScaling(fp8_format='e4m3')
     """
-    _check_arguments(recipe, enabled, local_amax_axes)
     outer = _SCOPE.value
+    chosen = outer.recipe if isinstance(recipe, _Outer) else recipe
+    check_recipe("autocast", chosen)
+    _check_arguments(enabled, local_amax_axes)
     axes = outer.local_amax_axes + tuple(
         axis for axis in local_amax_axes if axis not in outer.local_amax_axes
     )
-    with _SCOPE(_Scope(recipe, outer.disabled or not enabled, axes)):
+    with _SCOPE(_Scope(chosen, outer.disabled or not enabled, axes)):
         yield
 
 
@@ -110,6 +121,25 @@ def resolve(layer_recipe: Recipe | None) -> Recipe | None:
     return None if isinstance(recipe, HighPrecision) else recipe
 
 
+def check_recipe(where: str, recipe: object) -> None:
+    """Refuses anything but a recipe, None and ``te.HIGH_PRECISION``.
+
+    Args:
+        where: layer or function that received it as ``recipe=``.
+        recipe: what arrived.
+
+    Raises:
+        TypeError: it is something else, the name or the class of a recipe say.
+
+    Example:
+        >>> check_recipe("DenseGeneral", None)
+    """
+    if recipe is not None and not isinstance(recipe, Recipe):
+        remedy = 'pass te.DelayedScaling(), or te.load_recipe("mxfp8") for a preset'
+        rule = "be a recipe, None or te.HIGH_PRECISION"
+        raise TypeError(message(where, "recipe", rule, repr(recipe), remedy))
+
+
 def local_amax_axes() -> tuple[str, ...]:
     """The mesh axes over which amax is not maximised here."""
     return _SCOPE.value.local_amax_axes
@@ -128,22 +158,20 @@ def is_recipe_supported(name: str | Recipe) -> tuple[bool, str]:
         >>> is_recipe_supported("mxfp8")[0]
         True
     """
+    if name == "none" or isinstance(name, HighPrecision):
+        return True, "runs unquantized on every platform"
     if isinstance(name, Recipe) or name in presets():
         return True, (
             "runs on every platform: compiled kernels where they are built, the JAX "
             "reference elsewhere (te.kernel_report() tells which)"
         )
     if name in planned():
-        return False, f"{name} is not implemented in this version"
+        return False, f"{name} is planned and not implemented in this version"
     return False, f"no such recipe: {name!r}; presets are {', '.join(presets())}"
 
 
-def _check_arguments(recipe: object, enabled: object, axes: object) -> None:
-    """Refuses anything but a recipe, a bool and a sequence of axis names."""
-    if recipe is not None and not isinstance(recipe, Recipe):
-        remedy = "pass te.DelayedScaling(), or te.load_recipe(name) for a preset"
-        rule = "be a recipe, None or te.HIGH_PRECISION"
-        raise TypeError(message("autocast", "recipe", rule, repr(recipe), remedy))
+def _check_arguments(enabled: object, axes: object) -> None:
+    """Refuses anything but a bool and a sequence of axis names."""
     if not isinstance(enabled, bool):
         rule, remedy = "be True or False", "pass the recipe first, then enabled="
         raise ValueError(message("autocast", "enabled", rule, repr(enabled), remedy))

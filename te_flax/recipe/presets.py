@@ -36,7 +36,8 @@ def load_recipe(source: str | os.PathLike[str]) -> Recipe:
 
     Raises:
         ValueError: unknown preset, recipe or key, a value of the wrong type or out
-            of range, or a file that is not TOML. The message lists what is allowed.
+            of range, or a file that is not UTF-8 TOML. The message lists what is
+            allowed.
         FileNotFoundError: `source` is a path and there is no such file.
 
     Example:
@@ -53,13 +54,14 @@ def load_recipe(source: str | os.PathLike[str]) -> Recipe:
             raise FileNotFoundError(
                 message("load_recipe", "path", rule, f"'{path}'", remedy)
             )
-        return _parse(path.read_text(encoding="utf-8"), str(path))
+        return _parse(path, str(path))
     if source not in presets():
-        rule = f"be one of {', '.join(presets())}"
+        rule, got = f"be one of {', '.join(presets())}", repr(source)
+        if source in planned():
+            got += " (planned and not implemented in this version)"
         remedy = "choose one of these, or pass a path that ends in .toml"
-        raise ValueError(message("load_recipe", "preset", rule, repr(source), remedy))
-    path = _folder() / f"{source}.toml"
-    return _parse(path.read_text(encoding="utf-8"), str(source))
+        raise ValueError(message("load_recipe", "preset", rule, got, remedy))
+    return _parse(_folder() / f"{source}.toml", str(source))
 
 
 @functools.cache
@@ -86,15 +88,15 @@ def _is_path(source: str) -> bool:
     return source.endswith(".toml") or any(sep in source for sep in separators)
 
 
-def _parse(text: str, where: str) -> Recipe:
-    """Builds the recipe that a TOML text describes."""
+def _parse(path: pathlib.Path, where: str) -> Recipe:
+    """Builds the recipe that a TOML file describes."""
     where = f"load_recipe({where})"
     try:
-        table = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         remedy = "see docs/recipes.md for the format"
         raise ValueError(
-            message(where, "file", "be valid TOML", f"an error ({error})", remedy)
+            message(where, "file", "be valid UTF-8 TOML", f"an error ({error})", remedy)
         ) from error
     name = table.pop("recipe", None)
     if not isinstance(name, str) or name not in _CLASSES:

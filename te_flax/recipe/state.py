@@ -8,7 +8,8 @@ from flax import nnx
 
 from te_flax.errors import message
 from te_flax.quantize.mailbox import MAILBOX_SIZE, push
-from te_flax.recipe.context import current_recipe, local_amax_axes
+from te_flax.recipe.base import Recipe
+from te_flax.recipe.context import check_recipe, local_amax_axes, resolve
 from te_flax.recipe.delayed import DelayedScaling
 from te_flax.typing import Array
 
@@ -31,8 +32,9 @@ class Fp8State(nnx.Module):
     ``te.value_and_grad`` from the cotangent of the mailbox.
 
     Args:
-        amax_history_len: length H of the histories; None takes the delayed recipe's
-            in context, else 1024.
+        amax_history_len: length H of the histories; None takes that of the delayed
+            recipe which the layer follows, its own or the one in context, else 1024.
+        recipe: the layer's own recipe; None follows the context.
 
     Attributes:
         x: float32 [H], amax of the layer's input, one entry a forward call.
@@ -45,6 +47,7 @@ class Fp8State(nnx.Module):
 
     Raises:
         ValueError: `amax_history_len` is not a positive integer.
+        TypeError: `recipe` is not a recipe.
 
     Example:
         >>> state = Fp8State(amax_history_len=2)
@@ -56,12 +59,17 @@ class Fp8State(nnx.Module):
     use_running_average: bool
     track_gradients: bool
 
-    def __init__(self, amax_history_len: int | None = None):
+    def __init__(
+        self, amax_history_len: int | None = None, recipe: Recipe | None = None
+    ):
+        check_recipe("Fp8State", recipe)
         length = amax_history_len
         if length is None:
-            recipe = current_recipe()
-            delayed = isinstance(recipe, DelayedScaling)
-            length = recipe.amax_history_len if delayed else DEFAULT_HISTORY_LEN
+            # A layer built where recipes are disabled may be called elsewhere.
+            own = isinstance(recipe, DelayedScaling)
+            followed = recipe if own else resolve(recipe)
+            delayed = isinstance(followed, DelayedScaling)
+            length = followed.amax_history_len if delayed else DEFAULT_HISTORY_LEN
         if not isinstance(length, int) or isinstance(length, bool) or length < 1:
             rule, remedy = "be an integer >= 1", "use None for the recipe's"
             raise ValueError(

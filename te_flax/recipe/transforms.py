@@ -11,9 +11,8 @@ from flax import nnx
 
 from te_flax.errors import message
 from te_flax.quantize.mailbox import decode, push
+from te_flax.recipe.arguments import Argnum, check_arguments, positional_arguments
 from te_flax.recipe.state import Fp8Mailbox, Fp8Stat, Fp8State
-
-Argnum = int | nnx.DiffState
 
 
 def diff_filter(wrt: Any = nnx.Param) -> Any:
@@ -87,7 +86,8 @@ def absorb(model: Any, grads: Any) -> Any:
         The gradients of `wrt` only.
 
     Raises:
-        ValueError: the model has FP8 layers but the gradients hold no mailbox.
+        ValueError: the gradients lack the mailbox of an FP8 layer; the state is
+            then left as it was.
 
     Example:
         >>> from flax import nnx
@@ -97,15 +97,26 @@ def absorb(model: Any, grads: Any) -> Any:
         >>> sorted(te.absorb(model, diff))
         ['bias', 'kernel']
     """
-    nodes, treedef = jax.tree.flatten(model, is_leaf=_is_node)
+    named, treedef = jax.tree.flatten_with_path(model, is_leaf=_is_node)
+    nodes = [node for _, node in named]
     parts = treedef.flatten_up_to(grads)
-    stats = nnx.to_flat_state(nnx.state(nodes, Fp8Stat))
-    split = [_deliver(n, g, None) for n, g in zip(nodes, parts, strict=True)]
-    if stats and not any(found for _, found in split):
-        rule = "hold the cotangents of the mailboxes"
+    mailboxes = nnx.to_flat_state(nnx.state(nodes, Fp8Mailbox))
+    found = {
+        (i, *path)
+        for i, part in enumerate(parts)
+        if isinstance(part, Mapping)
+        for path, _ in nnx.to_flat_state(_as_state(part))
+    }
+    missing = [path for path, _ in mailboxes if path not in found]
+    if missing:
+        places = {i: jax.tree_util.keystr(path) for i, (path, _) in enumerate(named)}
+        names = ["/".join([places[p[0]], *map(str, p[1:])]) for p in missing]
+        rule = "hold the cotangent of each FP8 layer's mailbox"
         remedy = "differentiate with respect to te.diff_filter(wrt)"
-        raise ValueError(message("absorb", "grads", rule, "none of them", remedy))
-    return treedef.unflatten([part for part, _ in split])
+        got = f"none for {', '.join(names).strip('/')}"
+        raise ValueError(message("absorb", "grads", rule, got, remedy))
+    pairs = zip(nodes, parts, strict=True)
+    return treedef.unflatten([_deliver(n, g, None) for n, g in pairs])
 
 
 def value_and_grad(
@@ -142,6 +153,7 @@ def value_and_grad(
         ((loss, aux), gradients). Without f, a decorator.
 
     Raises:
+        TypeError: f is no function, or argnums hold something else than positions.
         ValueError: argnums do not fit the arguments, or f is a bound method.
 
     Example:
@@ -163,6 +175,7 @@ def value_and_grad(
         "graph": graph,
         "graph_updates": graph_updates,
     }
+    check_arguments("value_and_grad", f, argnums)
     if f is None:
         return functools.partial(value_and_grad, **options)
     if inspect.ismethod(f) and isinstance(f.__self__, nnx.Pytree):
@@ -177,7 +190,7 @@ def value_and_grad(
             use_graph = nnx.set_graph_mode.current_value()
         if updates is None:
             updates = nnx.set_graph_updates.current_value()
-        positional, kwargs = _positional(f, args, kwargs)
+        positional, kwargs = positional_arguments(f, args, kwargs)
         filters = _filters(argnums, wrt, len(positional))
         run = _run_graph if use_graph and updates else _run_split
         how = {"holomorphic": holomorphic, "allow_int": allow_int}
@@ -202,6 +215,10 @@ def grad(f: Callable[..., Any] | None = None, **options: Any) -> Callable[..., A
         A function of f's arguments that returns the gradients, or
         (gradients, aux). Without f, a decorator.
 
+    Raises:
+        TypeError: as :func:`value_and_grad`, or an option that it does not have.
+        ValueError: as :func:`value_and_grad`.
+
     Example:
         >>> from flax import nnx
         >>> import jax.numpy as jnp, te_flax as te
@@ -210,6 +227,12 @@ def grad(f: Callable[..., Any] | None = None, **options: Any) -> Callable[..., A
         >>> grads["bias"][...].tolist()
         [2.0, 2.0, 2.0, 2.0]
     """
+    known = list(inspect.signature(value_and_grad).parameters)[1:]
+    for name in options:
+        if name not in known:
+            rule, remedy = f"be among {', '.join(known)}", "correct its spelling"
+            raise TypeError(message("grad", "options", rule, repr(name), remedy))
+    check_arguments("grad", f, options.get("argnums", 0))
     if f is None:
         return functools.partial(grad, **options)
     transformed = value_and_grad(f, **options)
@@ -224,14 +247,6 @@ def grad(f: Callable[..., Any] | None = None, **options: Any) -> Callable[..., A
 
 def _is_node(leaf: Any) -> bool:
     return isinstance(leaf, nnx.Pytree | nnx.Variable)
-
-
-def _positional(f: Callable, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """Moves keywords that name positional parameters to their positions."""
-    if not kwargs:
-        return args, kwargs
-    bound = inspect.signature(f).bind(*args, **kwargs)
-    return bound.args, bound.kwargs
 
 
 def _filters(
@@ -337,26 +352,28 @@ def _deliver_all(arg: Any, grads: Any, graph: bool | None) -> Any:
     nodes, treedef = jax.tree.flatten(arg, is_leaf=_is_node)
     parts = treedef.flatten_up_to(grads)
     pairs = zip(nodes, parts, strict=True)
-    return treedef.unflatten([_deliver(n, g, graph)[0] for n, g in pairs])
+    return treedef.unflatten([_deliver(n, g, graph) for n, g in pairs])
 
 
-def _deliver(node: Any, grads: Any, graph: bool | None) -> tuple[Any, bool]:
-    """Pushes the mail of one module; returns the other gradients, and if any came."""
+def _as_state(grads: Mapping) -> nnx.State:
+    return grads if isinstance(grads, nnx.State) else nnx.State(dict(grads))
+
+
+def _deliver(node: Any, grads: Any, graph: bool | None) -> Any:
+    """Pushes the mail of one module; returns the other gradients."""
     if not isinstance(node, nnx.Pytree) or not isinstance(grads, Mapping):
-        return grads, False
+        return grads
     stats = dict(nnx.to_flat_state(nnx.state(node, Fp8Stat, graph=graph)))
-    kept, found = [], False
-    state = grads if isinstance(grads, nnx.State) else nnx.State(dict(grads))
-    for path, leaf in nnx.to_flat_state(state):
+    kept = []
+    for path, leaf in nnx.to_flat_state(_as_state(grads)):
         dy = stats.get((*path[:-1], "dy"))
         if dy is None or path[-1] != "mailbox":
             kept.append((path, leaf))
             continue
-        found = True
         mail = decode(leaf[...])
         dy.set_value(push(dy[...], mail[..., 0]))
         nonfinite = stats[(*path[:-1], "nonfinite")]
         nonfinite.set_value(nonfinite[...] + mail[..., 1].astype(nonfinite.dtype))
     if isinstance(grads, nnx.State):
-        return nnx.from_flat_state(kept), found
-    return nnx.traversals.unflatten_mapping(dict(kept)), found
+        return nnx.from_flat_state(kept)
+    return nnx.traversals.unflatten_mapping(dict(kept))

@@ -6,7 +6,7 @@ import pytest
 from flax import nnx
 
 import te_flax as te
-from te_flax.recipe.context import local_amax_axes, resolve
+from te_flax.recipe.context import check_recipe, local_amax_axes, resolve
 
 DELAYED, MXFP8 = te.DelayedScaling(), te.MXFP8BlockScaling()
 
@@ -85,9 +85,32 @@ def test_local_amax_axes_add_up():
             assert local_amax_axes() == ("pp",)
 
 
-@pytest.mark.parametrize("recipe", ["mxfp8", te.DelayedScaling, 1])
+def test_without_a_recipe_the_outer_one_goes_on():
+    with te.autocast():
+        assert te.current_recipe() is None
+    with te.autocast(DELAYED):
+        with te.autocast(local_amax_axes=("pp",)):
+            assert te.current_recipe() == DELAYED
+            assert local_amax_axes() == ("pp",)
+            with te.autocast(MXFP8), te.autocast():
+                assert te.current_recipe() == MXFP8
+        with te.autocast(enabled=False), te.autocast():
+            assert te.current_recipe() is None
+        for off in (None, te.HIGH_PRECISION):
+            with te.autocast(off, local_amax_axes=("pp",)), te.autocast():
+                assert te.current_recipe() is None
+        assert te.current_recipe() == DELAYED
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", te.DelayedScaling, 1, False])
 def test_recipe_errors(recipe):
-    match = "autocast: recipe must be a recipe, None or te.HIGH_PRECISION, got "
+    rule = "recipe must be a recipe, None or te.HIGH_PRECISION, got "
+    match = f'Layer: {rule}.*; pass .*te.load_recipe."mxfp8".'
+    with pytest.raises(TypeError, match=match):
+        check_recipe("Layer", recipe)
+    for allowed in (None, te.HIGH_PRECISION, DELAYED):
+        check_recipe("Layer", allowed)
+    match = f"autocast: {rule}"
     with pytest.raises(TypeError, match=match), te.autocast(recipe):
         pass
 

@@ -1,6 +1,7 @@
 """Recipes and presets: every field, every error."""
 
 import dataclasses
+import inspect
 import pathlib
 import re
 
@@ -29,6 +30,26 @@ def test_defaults():
     }
     assert dataclasses.asdict(te.MXFP8BlockScaling()) == {"fp8_format": "e4m3"}
     assert te.MXFP8BlockScaling().split_accumulator == (True, True, True)
+
+
+@pytest.mark.parametrize(
+    ("cls", "names"),
+    [
+        (
+            te.DelayedScaling,
+            "margin fp8_format amax_history_len amax_compute_algo fp8_attention "
+            "split_accumulator",
+        ),
+        (
+            te.Float8CurrentScaling,
+            "fp8_format use_power_2_scales amax_epsilon split_accumulator",
+        ),
+        (te.MXFP8BlockScaling, "fp8_format"),
+    ],
+)
+def test_order_of_positional_fields(cls, names):
+    assert list(inspect.signature(cls).parameters) == names.split()
+    assert [field.name for field in dataclasses.fields(cls)] == names.split()
 
 
 @pytest.mark.parametrize("cls", RECIPES)
@@ -161,6 +182,25 @@ def test_unknown_preset(source):
         te.load_recipe(source)
 
 
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp6", "float8_block_scaling"])
+def test_planned_preset(name):
+    match = (
+        "load_recipe: preset must be one of current_scaling, delayed_scaling, mxfp8, "
+        f"none, got '{name}' (planned and not implemented in this version); "
+    )
+    with pytest.raises(ValueError, match=re.escape(match)):
+        te.load_recipe(name)
+
+
+def test_file_that_is_not_utf8(tmp_path):
+    path = tmp_path / "latin.toml"
+    path.write_bytes(b'recipe = "HighPrecision" # \xe9')
+    with pytest.raises(
+        ValueError, match=r"latin.toml.*: file must be valid UTF-8 TOML"
+    ):
+        te.load_recipe(path)
+
+
 @pytest.mark.parametrize(
     ("text", "match"),
     [
@@ -187,7 +227,7 @@ def test_unknown_preset(source):
             'recipe = "DelayedScaling"\nsplit_accumulator = [0, 1, 1]',
             r"split_accumulator must be a tuple of three booleans .*, got \(0, 1, 1\)",
         ),
-        ("recipe = ", "file must be valid TOML, got an error"),
+        ("recipe = ", "file must be valid UTF-8 TOML, got an error"),
     ],
 )
 def test_bad_files(text, match, tmp_path):
@@ -198,13 +238,16 @@ def test_bad_files(text, match, tmp_path):
 
 
 def test_is_recipe_supported():
-    for name in ("none", "delayed_scaling", "current_scaling", "mxfp8"):
+    for name in ("none", te.HIGH_PRECISION):
+        expected = (True, "runs unquantized on every platform")
+        assert te.is_recipe_supported(name) == expected
+    for name in ("delayed_scaling", "current_scaling", "mxfp8"):
         supported, reason = te.is_recipe_supported(name)
         assert supported
-        assert "every platform" in reason
+        assert "compiled kernels" in reason
     assert te.is_recipe_supported(te.DelayedScaling())[0]
     for name in ("nvfp4", "mxfp6", "float8_block_scaling"):
-        expected = (False, f"{name} is not implemented in this version")
+        expected = (False, f"{name} is planned and not implemented in this version")
         assert te.is_recipe_supported(name) == expected
     supported, reason = te.is_recipe_supported("fp9")
     assert not supported

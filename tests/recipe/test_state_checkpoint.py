@@ -128,11 +128,36 @@ def test_stacked_histories_keep_the_newest_of_each_layer():
     np.testing.assert_array_equal(new.fp8.x[...], [[3, 2], [6, 5]])
 
 
+class Named(nnx.Module):
+    """A submodule and, in it, a parameter of the name that Orbax adds."""
+
+    def __init__(self, seed):
+        self.value = nnx.Linear(2, 2, use_bias=False, rngs=nnx.Rngs(seed))
+        self.inner = nnx.Dict(value=nnx.Param(jnp.full(2, seed, jnp.float32)))
+
+
+def test_things_named_value(tmp_path):
+    old, saved = Named(1), nnx.state(Named(1))
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", saved)
+        checkpointer.wait_until_finished()
+        bare = checkpointer.restore(tmp_path / "state")
+    for state in (saved, nnx.to_pure_dict(saved), bare):
+        new = Named(2)
+        te.restore_state(new, state)
+        for path, value in leaves(new).items():
+            np.testing.assert_array_equal(value, leaves(old)[path])
+
+
 @pytest.mark.parametrize(
     ("change", "match"),
     [
         (lambda s: s["first"].pop("kernel"), "hold first/kernel, got a state without"),
         (lambda s: s.update(third=jnp.ones(2)), "not hold third, got a state with"),
+        (
+            lambda s: s["first"].update(mailbox=jnp.ones(2)),
+            "not hold first/mailbox, got a state with",
+        ),
         (
             lambda s: s["first"].update(kernel=jnp.ones((2, 2))),
             r"restore_state: first/kernel must have shape \(16, 16\), got \(2, 2\)",

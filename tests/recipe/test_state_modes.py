@@ -25,6 +25,7 @@ from fp8_worlds import (
     mlp_backward,
     optimizer,
     run_mlp,
+    scales_made,
     train_step,
 )
 
@@ -217,6 +218,12 @@ def test_context_entered_inside_the_loss(make):
     states = twins(margin=3)
     steps = range(STEPS if make is entered else 4)
     run_mlp(lambda x, dy: step(model, opt, x, dy), model, states, steps)
+    graphdef, state = nnx.split(model)
+    back = lambda state, x, dy: te.grad(make(recipe))(
+        nnx.merge(graphdef, state, copy=True), x, dy
+    )
+    jaxpr = jax.make_jaxpr(back)(state, *map(jnp.asarray, data(0)))
+    assert set(scales_made(jaxpr.jaxpr)) == {("e4m3", 3), ("e5m2", 3)}
 
 
 def test_contexts_inside_the_loss_reach_the_backward_jaxpr():
@@ -285,6 +292,20 @@ def test_history_length():
     match = "DelayedScaling: amax_history_len must be <= 2.*amax_history_len=4"
     with te.autocast(RECIPE), pytest.raises(ValueError, match=match):
         layer(jnp.ones((2, WIDTH)))
+
+
+def test_history_length_of_the_layers_own_recipe():
+    own = te.DelayedScaling(amax_history_len=2048)
+    assert te.Fp8State(recipe=own).x.shape == (2048,)
+    assert te.Fp8State(3, own).x.shape == (3,)
+    with te.autocast(te.DelayedScaling(amax_history_len=7)):
+        assert te.Fp8State(recipe=own).x.shape == (2048,)
+        assert te.Fp8State(recipe=te.MXFP8BlockScaling()).x.shape == (1024,)
+        assert te.Fp8State(recipe=te.HIGH_PRECISION).x.shape == (1024,)
+    with te.autocast(enabled=False):
+        assert te.Fp8State(recipe=own).x.shape == (2048,)
+    with pytest.raises(TypeError, match="Fp8State: recipe must be a recipe, None or"):
+        te.Fp8State(recipe="delayed_scaling")
 
 
 @pytest.mark.parametrize("length", [0, -1, 2.0, True, "4"])

@@ -242,11 +242,62 @@ def test_absorb_errors():
     assert_same(te.absorb(linear, nnx.state(linear)), nnx.state(linear))
 
 
+def test_absorb_needs_the_mailbox_of_every_layer():
+    """One of two models was differentiated without its mailboxes."""
+    models = (dense(0), {"b": Mlp(1, 2)}, nnx.Linear(2, 2, rngs=nnx.Rngs(0)))
+    wanted = te.diff_filter(nnx.Param)
+
+    def states(*filters):
+        nodes = (models[0], models[1]["b"], models[2])
+        first, second, third = (
+            jax.tree.map(jnp.ones_like, nnx.state(m, f))
+            for m, f in zip(nodes, filters, strict=True)
+        )
+        return first, {"b": second}, third
+
+    good = states(wanted, wanted, nnx.Param)
+    for bad, missing in (
+        (
+            states(wanted, nnx.Param, nnx.Param),
+            r"none for \[1\]\['b'\]/first/fp8/mailbox, .*/second",
+        ),
+        (states(nnx.Param, wanted, nnx.Param), r"none for \[0\]/fp8/mailbox;"),
+        (
+            (good[0], {"b": nnx.State({"first": good[1]["b"]["first"]})}, good[2]),
+            r"none for \[1\]\['b'\]/second/fp8",
+        ),
+    ):
+        with pytest.raises(ValueError, match=f"absorb: grads .*{missing}"):
+            te.absorb(models, bad)
+    assert pushes(models[0]) == pushes(models[1]["b"].first) == [0, 0, 0]
+    te.absorb(models, good)
+    assert pushes(models[0]) == pushes(models[1]["b"].second) == [0, 0, 1]
+
+
 @pytest.mark.parametrize("argnums", [(0, 0), 3, (0, -3), (1, -2)])
 def test_argnums_errors(argnums):
     match = "value_and_grad: argnums must be distinct positions of the 3 positional"
     with pytest.raises(ValueError, match=match):
         te.value_and_grad(linear_loss, argnums=argnums)(dense(), X, DY)
+
+
+@pytest.mark.parametrize("argnums", ["m", 1.0, (0, "m"), None])
+def test_argnums_type_errors(argnums):
+    match = "value_and_grad: argnums must be an int, an nnx.DiffState or a sequence"
+    with pytest.raises(TypeError, match=match):
+        te.value_and_grad(linear_loss, argnums=argnums)
+    with pytest.raises(TypeError, match="grad: argnums must be an int"):
+        te.grad(argnums=argnums)
+
+
+def test_errors_before_any_call():
+    for name in ("value_and_grad", "grad"):
+        with pytest.raises(TypeError, match=f"^{name}: f must be a function, got 3; "):
+            getattr(te, name)(3)
+    for f in (None, linear_loss):
+        match = "^grad: options must be among argnums, has_aux, .*, got 'has_auxx'; "
+        with pytest.raises(TypeError, match=match):
+            te.grad(f, has_auxx=True)
 
 
 def test_bound_method_error():
