@@ -37,11 +37,18 @@ def logical_axis_rules(
 
     Raises:
         ValueError: one mesh axis serves two of the arguments dp, fsdp and tp.
+        TypeError: an argument is no name or tuple of names.
 
     Example:
         >>> dict(logical_axis_rules(dp="data", tp="model"))["mlp"]
         'model'
     """
+    for name, axes in (("dp", dp), ("fsdp", fsdp), ("tp", tp), ("sp", sp)):
+        named = (axes,) if isinstance(axes, str) or axes is None else axes
+        ok = isinstance(named, Sequence)
+        if not ok or any(not isinstance(a, str | None) for a in named):
+            rule, remedy = "be a mesh axis or a tuple of them", "use None for none"
+            raise TypeError(message("logical_axis_rules", name, rule, axes, remedy))
     given = [a for axes in (dp, fsdp, tp) for a in _tuple(axes)]
     if len(set(given)) != len(given):
         raise ValueError(

@@ -31,29 +31,54 @@ def test_doctests(name):
     assert result.failed == 0
 
 
+# Values and protocols that an example would not explain.
+NO_EXAMPLE = {"HIGH_PRECISION", "Quantizer", "Quantized", "Fp8Stat", "Fp8Mailbox"}
+
+
 @pytest.mark.parametrize("name", PUBLIC)
 def test_every_export_is_documented(name):
     value = getattr(te, name)
     text = inspect.getdoc(value) or ""
     assert text, f"{name} has no docstring"
-    if name in ("HIGH_PRECISION",):
-        return
     first = text.splitlines()[0]
     assert first.endswith("."), f"{name}: the first line is no sentence: {first}"
+    assert "Example:" in text or name in NO_EXAMPLE, f"{name} has no example"
     if inspect.isfunction(value):
-        for section in ("Args:", "Returns:"):
-            has_args = bool(inspect.signature(value).parameters)
-            if section == "Args:" and not has_args:
-                continue
-            assert section in text or "Yields:" in text, f"{name} lacks {section}"
+        signature = inspect.signature(value)
+        assert not signature.parameters or "Args:" in text, f"{name} lacks Args"
+        gives = signature.return_annotation not in (None, "None")
+        found = "Returns:" in text or "Yields:" in text
+        assert found or not gives, f"{name} lacks Returns"
+    elif inspect.isclass(value) and inspect.signature(value).parameters:
+        fields = "Args:" in text or "Attributes:" in text
+        assert fields or name in NO_EXAMPLE, f"{name} lacks Args or Attributes"
 
 
-def test_readme_example_runs():
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+@pytest.mark.parametrize("name", PUBLIC)
+def test_every_export_is_on_a_page(name):
+    pages = "\n".join(page.read_text() for page in PAGES)
+    assert re.search(rf"\b{name}\b", pages), f"no page mentions te.{name}"
+
+
+def test_kernel_rules_on_the_pages_are_accepted():
+    rules = [
+        rule
+        for page in PAGES
+        for rule in re.findall(r'te\.kernels\("([^"]+)"\)', page.read_text())
+    ]
+    assert rules
+    for rule in rules:
+        with te.kernels(rule):
+            pass
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/api.md"])
+def test_examples_on_the_pages_run(page):
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.S)
     assert blocks
     with jax.numpy_dtype_promotion("standard"):
         for block in blocks:
-            exec(compile(block, "README.md", "exec"), {})
+            exec(compile(block, page, "exec"), {})
 
 
 def test_readme_commands_are_one_line_each():
@@ -92,6 +117,7 @@ DENSE_GENERAL = [
 @pytest.mark.parametrize("argument", DENSE_GENERAL)
 def test_each_transformer_engine_argument_has_a_row(argument):
     page = (ROOT / "docs" / "from_transformer_engine.md").read_text()
+    page = page.split("## DenseGeneral, argument by argument")[1].split("\n## ")[0]
     (row,) = re.findall(rf"^\| `{argument}` \| (.*) \|$", page, re.M)
     named = re.findall(r"`(\w+)`", row)
     accepted = inspect.signature(te.DenseGeneral.__init__).parameters

@@ -23,6 +23,15 @@ class Amaxes(NamedTuple):
     """The amax of earlier steps that fixes each operand's scale, float32 ``[]``.
 
     None in place of one: its scale comes from the array itself.
+
+    Attributes:
+        x: of the input.
+        kernel: of the kernel.
+        dy: of the cotangent.
+
+    Example:
+        >>> Amaxes().dy is None
+        True
     """
 
     x: Array | None = None
@@ -45,6 +54,14 @@ class DenseConfig:
         amax_axes: manual mesh axes over which an amax is the maximum.
         report_dy: whether amax(dy) leaves through the mailbox's cotangent.
         impl: kernel rules of every op of both passes.
+
+    Example:
+        >>> import te_flax as te
+        >>> e4m3 = te.TensorQuantizer()
+        >>> e5m2 = te.TensorQuantizer(format="e5m2")
+        >>> config = DenseConfig(x=e4m3, kernel=e4m3, dy=e5m2)
+        >>> te.dense(jnp.ones((2, 3)), jnp.ones((3, 4)), config=config)[0].shape
+        (2, 4)
     """
 
     x: Quantizer = _IDENTITY

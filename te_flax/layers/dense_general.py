@@ -13,11 +13,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 from te_flax import sharding
 from te_flax.errors import check_float64, message
 from te_flax.functional.dense import DenseConfig, dense
-from te_flax.layers import _fp8
+from te_flax.layers import _arguments, _fp8
 from te_flax.layers._params import init_param
 from te_flax.ops._choice import current as current_kernels
 from te_flax.recipe.base import Recipe
-from te_flax.recipe.context import resolve
+from te_flax.recipe.context import check_recipe, resolve
 from te_flax.recipe.state import Fp8State
 from te_flax.typing import FLOATS, Array, Axes, Initializer
 
@@ -40,7 +40,8 @@ class DenseGeneral(nnx.Module):
         dtype: of the computation and of y; None promotes the input's with the
             parameters'. A recipe reads the kernel in ``param_dtype`` all the same.
         param_dtype: of the parameters.
-        precision: of the product without a recipe, as in ``jax.lax.dot_general``.
+        precision: of the product without a recipe: None, "default", "high",
+            "highest" or a ``jax.lax.Precision``.
         kernel_init: called with the kernel's 2-D shape.
         bias_init: called with the bias's 1-D shape.
         promote_dtype: as in :class:`flax.nnx.LinearGeneral`.
@@ -61,6 +62,7 @@ class DenseGeneral(nnx.Module):
     Raises:
         ValueError: ``in_features`` and ``axis`` differ in length, a feature is < 1, or
             an ``*_axes`` names another number of dims.
+        TypeError: ``recipe`` is no recipe, or a dtype no float.
 
     Example:
         >>> import jax.numpy as jnp, te_flax as te
@@ -98,23 +100,24 @@ class DenseGeneral(nnx.Module):
         bias_metadata: Mapping[str, Any] = MappingProxyType({}),
         rngs: nnx.Rngs,
     ):
-        self.in_features = _features("in_features", in_features)
-        self.out_features = _features("out_features", out_features)
-        self.axis = (axis,) if isinstance(axis, int) else tuple(axis)
-        if len(self.axis) != len(self.in_features):
-            raise ValueError(
-                message(
-                    "DenseGeneral",
-                    "axis",
-                    f"name {len(self.in_features)} axes, one for each of in_features",
-                    axis,
-                    "give both the same length",
-                )
-            )
+        self.in_features = _arguments.features(
+            "DenseGeneral", "in_features", in_features
+        )
+        self.out_features = _arguments.features(
+            "DenseGeneral", "out_features", out_features
+        )
+        self.axis = _arguments.axes("DenseGeneral", axis, len(self.in_features))
+        check_recipe("DenseGeneral", recipe)
+        _arguments.check_float_dtypes(
+            "DenseGeneral",
+            dtype=dtype,
+            param_dtype=param_dtype,
+            preferred_element_type=preferred_element_type,
+        )
         self.use_bias = use_bias
         self.dtype = dtype
         self.param_dtype = param_dtype
-        self.precision = _precision(precision)
+        self.precision = _arguments.precision("DenseGeneral", precision)
         self.promote_dtype = promote_dtype
         self.preferred_element_type = preferred_element_type
         self.input_axes = input_axes
@@ -147,7 +150,7 @@ class DenseGeneral(nnx.Module):
             if use_bias
             else nnx.data(None)
         )
-        self.fp8 = Fp8State(amax_history_len)
+        self.fp8 = Fp8State(amax_history_len, recipe=recipe)
 
     def __call__(
         self, x: Array, out_sharding: PartitionSpec | NamedSharding | None = None
@@ -204,17 +207,18 @@ class DenseGeneral(nnx.Module):
     def _contracted_last(self, x: Array) -> Array:
         """Checks x and moves its contracted axes to the end."""
         check_float64("DenseGeneral", x=x)
-        x = jnp.asarray(x)
-        if x.dtype not in (*FLOATS, jnp.float64):
+        dtype = getattr(x, "dtype", None)
+        if dtype not in (*FLOATS, jnp.float64):
             raise TypeError(
                 message(
                     "DenseGeneral",
                     "x",
-                    "be float32, bfloat16 or float16",
-                    x.dtype,
+                    "be a float32, bfloat16 or float16 array",
+                    type(x).__name__ if dtype is None else dtype,
                     "cast it first",
                 )
             )
+        x = jnp.asarray(x)
         if any(not -x.ndim <= a < x.ndim for a in self.axis):
             raise ValueError(
                 message(
@@ -226,6 +230,16 @@ class DenseGeneral(nnx.Module):
                 )
             )
         axis = tuple(sorted(a % x.ndim for a in self.axis))
+        if len(set(axis)) != len(axis):
+            raise ValueError(
+                message(
+                    "DenseGeneral",
+                    "axis",
+                    f"name different axes of x of rank {x.ndim}",
+                    self.axis,
+                    "contract each axis once",
+                )
+            )
         found = tuple(x.shape[a] for a in axis)
         if found != self.in_features:
             raise ValueError(
@@ -237,41 +251,24 @@ class DenseGeneral(nnx.Module):
                     "change in_features or the input",
                 )
             )
-        axes = self.input_axes
-        if axes is not None and self.transpose_batch_sequence:
-            axes = (axes[1], axes[0], *axes[2:])
-        x = sharding.constrain(x, axes)
+        x = sharding.constrain(x, self._input_axes(x.ndim))
         rest = tuple(a for a in range(x.ndim) if a not in axis)
         order = (*rest, *axis)
         return x if order == tuple(range(x.ndim)) else jnp.transpose(x, order)
 
-
-def _features(name: str, value: int | Sequence[int]) -> tuple[int, ...]:
-    features = (value,) if isinstance(value, int) else tuple(value)
-    if not features or any(not isinstance(f, int) or f < 1 for f in features):
-        raise ValueError(
-            message(
-                "DenseGeneral",
-                name,
-                "be a positive int or a tuple of them",
-                value,
-                "give the size of each axis",
+    def _input_axes(self, ndim: int) -> Axes | None:
+        """The logical axes of x in its own order, after checking their number."""
+        axes = self.input_axes
+        if axes is not None and len(axes) != ndim:
+            raise ValueError(
+                message(
+                    "DenseGeneral",
+                    "input_axes",
+                    f"name each of the {ndim} dims of x",
+                    axes,
+                    "use None for dims that are not sharded",
+                )
             )
-        )
-    return features
-
-
-def _precision(precision: Any) -> str:
-    """The name of a jax precision; None is the backend's default."""
-    name = "default" if precision is None else str(precision).lower().split(".")[-1]
-    if name not in ("default", "high", "highest"):
-        raise ValueError(
-            message(
-                "DenseGeneral",
-                "precision",
-                "be None, 'default', 'high' or 'highest'",
-                precision,
-                "use one of them, or jax.lax.Precision",
-            )
-        )
-    return name
+        if axes is None or not self.transpose_batch_sequence or ndim < 2:
+            return axes
+        return (axes[1], axes[0], *axes[2:])

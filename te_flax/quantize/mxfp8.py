@@ -8,7 +8,7 @@ from te_flax.ops.mxfp8 import (
     QUANTIZE_MXFP8_ROWCOL,
 )
 from te_flax.quantize.mailbox import reduce_amax
-from te_flax.quantize.quantizer import Quantized, check_orientations
+from te_flax.quantize.quantizer import Quantized, check_format, check_orientations
 from te_flax.quantize.tensor import ScaledTensor
 from te_flax.typing import Array
 
@@ -17,11 +17,30 @@ from te_flax.typing import Array
 class MXFP8Quantizer:
     """``q = cast(clip(x * 2^(127 - e)))``, ``e`` of each block rounded up.
 
-    Attributes:
+    Args:
         format: ``"e4m3"`` or ``"e5m2"``.
+
+    Raises:
+        ValueError: there is no such format.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> q = MXFP8Quantizer()(
+        ...     jnp.ones((4, 64)), k_ndim=1, rowwise=True, colwise=False
+        ... )
+        >>> q.rowwise.scale.shape
+        (4, 2)
+
+    Source: OCP Microscaling Formats (MX) Specification 1.0, sections 5 and 6; scales
+    rounded up as in Mishra et al. 2025, "Recipes for Pre-training LLMs with MXFP8"
+    (arXiv:2506.08027).
     """
 
     format: str = "e4m3"
+
+    def __post_init__(self) -> None:
+        """Checks the format."""
+        check_format("MXFP8Quantizer", self.format)
 
     def __call__(
         self,

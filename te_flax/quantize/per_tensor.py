@@ -2,12 +2,17 @@
 
 import dataclasses
 
+import jax.numpy as jnp
+
+from te_flax.errors import message
 from te_flax.ops.amax import AMAX, AMAX_TO_SCALE
 from te_flax.ops.quantize import QUANTIZE_COL, QUANTIZE_ROW, QUANTIZE_ROWCOL
 from te_flax.quantize.mailbox import reduce_amax
-from te_flax.quantize.quantizer import Quantized, check_orientations
+from te_flax.quantize.quantizer import Quantized, check_format, check_orientations
 from te_flax.quantize.tensor import ScaledTensor
 from te_flax.typing import Array
+
+FLOAT32_MAX = float(jnp.finfo(jnp.float32).max)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -17,17 +22,45 @@ class TensorQuantizer:
     The colwise copy is transposed, ``[K.., M..]``: Hopper's FP8 GEMM reads both
     operands along the contraction.
 
-    Attributes:
+    Args:
         format: ``"e4m3"`` or ``"e5m2"``.
         margin: powers of two kept free above the amax, 0 to 126.
         power_of_2: whether the scale is rounded down to a power of two.
         epsilon: smallest amax that counts, >= 0.
+
+    Raises:
+        ValueError: a field is out of range.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> q = TensorQuantizer()(
+        ...     jnp.ones((4, 8)), k_ndim=1, rowwise=True, colwise=True
+        ... )
+        >>> q.rowwise.data.shape, q.colwise.data.shape
+        ((4, 8), (8, 4))
+
+    Source: Micikevicius et al. 2022, "FP8 Formats for Deep Learning"
+    (arXiv:2209.05433), section 3.
     """
 
     format: str = "e4m3"
     margin: int = 0
     power_of_2: bool = False
     epsilon: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Checks every field."""
+        check_format("TensorQuantizer", self.format)
+        if not 0 <= self.margin <= 126:
+            rule, remedy = "be >= 0 and <= 126", "use 0 for no margin"
+            raise ValueError(
+                message("TensorQuantizer", "margin", rule, self.margin, remedy)
+            )
+        if not 0 <= self.epsilon <= FLOAT32_MAX:
+            rule, remedy = f"be >= 0 and <= {FLOAT32_MAX}", "use 0.0 for no floor"
+            raise ValueError(
+                message("TensorQuantizer", "epsilon", rule, self.epsilon, remedy)
+            )
 
     def __call__(
         self,

@@ -33,6 +33,11 @@ class ScaledTensor:
         transposed: whether ``data`` holds ``[K.., M..]``.
         k_ndim: number of dims in ``K..``.
         format: ``"e4m3"``, ``"e5m2"`` or None without quantization.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> ScaledTensor(data=jnp.ones((2, 3)), transposed=True).shape
+        (3, 2)
     """
 
     data: Array

@@ -1,0 +1,168 @@
+"""DenseGeneral on meshes: the same codes as on one device, sums within the bound."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from _dense import RECIPES, data
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import te_flax as te
+
+# mesh shape and axes, rules, and per kind of layer the sharding of x and of dy.
+PLAIN = {"column": (P("dp"), P("dp")), "row": (P("dp"), P("dp"))}
+TENSOR = {
+    "column": (P("dp"), P("dp", None, "tp")),
+    "row": (P("dp", None, "tp"), P("dp")),
+}
+SEQUENCE = {
+    "column": (P("dp", "tp"), P("dp", None, "tp")),
+    "row": (P("dp", None, "tp"), P("dp", "tp")),
+}
+MESHES = {
+    "dp": ((8,), ("dp",), {"dp": "dp"}, PLAIN),
+    "fsdp": ((8,), ("dp",), {"fsdp": "dp"}, PLAIN),
+    "tp, dp of size 1": ((1, 8), ("dp", "tp"), {"dp": "dp", "tp": "tp"}, TENSOR),
+    "dp x tp": ((4, 2), ("dp", "tp"), {"dp": "dp", "tp": "tp"}, TENSOR),
+    "dp x tp, sp": (
+        (4, 2),
+        ("dp", "tp"),
+        {"dp": "dp", "tp": "tp", "sp": "tp"},
+        SEQUENCE,
+    ),
+}
+KINDS = {"column": (64, 128, ("embed", "mlp")), "row": (128, 64, ("mlp", "embed"))}
+
+
+def step(layer, x, dy, out_sharding=None):
+    """y, gradients and dx of one step."""
+
+    def loss(layer, x):
+        y = layer(x, out_sharding=out_sharding)
+        return jnp.sum(y * dy), y
+
+    (grads, dx), y = te.grad(loss, argnums=(0, 1), has_aux=True)(layer, x)
+    return {
+        "y": y,
+        "dx": dx,
+        "kernel": grads["kernel"][...],
+        "bias": grads["bias"][...],
+    }
+
+
+def bounds(layer, x, dy, quantized):
+    """Twice K 2^-24 sum|a||b|, the operands grown by what quantization may add."""
+
+    def grow(a):
+        a = np.abs(np.asarray(a, np.float64))
+        return a * 1.125 + 2.0**-9 * a.max() if quantized else a
+
+    k = grow(layer.kernel[...])
+    tokens = x.shape[0] * x.shape[1]
+    a, g = grow(x).reshape(tokens, -1), grow(dy).reshape(tokens, -1)
+    unit = lambda length: 2 * (length + 3) * 2.0**-24
+    bias = np.abs(np.asarray(dy, np.float64)).reshape(tokens, -1).sum(0)
+    return {
+        "y": (unit(k.shape[0]) * (a @ k)).reshape(*x.shape[:2], -1),
+        "dx": (unit(k.shape[1]) * (g @ k.T)).reshape(x.shape),
+        "kernel": unit(tokens) * (a.T @ g),
+        "bias": unit(tokens) * bias,
+    }
+
+
+def make_layers():
+    return {
+        kind: te.DenseGeneral(n_in, n_out, kernel_axes=axes, rngs=nnx.Rngs(0))
+        for kind, (n_in, n_out, axes) in KINDS.items()
+    }
+
+
+def arrays():
+    return {
+        kind: (data((8, 64, n_in)), data((8, 64, n_out), 1))
+        for kind, (n_in, n_out, _) in KINDS.items()
+    }
+
+
+def context(recipe):
+    return te.autocast(RECIPES[recipe] if recipe else te.HIGH_PRECISION)
+
+
+def steps(recipe, layers, operands, wanted):
+    """Results per kind of layer; delayed scaling first fills its histories."""
+
+    @nnx.jit
+    def run(layers, operands):
+        return {k: step(layers[k], *operands[k], wanted[k]) for k in layers}
+
+    with context(recipe):
+        for _ in range(1 + (recipe == "delayed_scaling")):
+            found = run(nnx.Dict(layers), operands)
+    return found
+
+
+@functools.cache
+def one_device(recipe):
+    layers = make_layers()
+    return layers, steps(recipe, layers, arrays(), dict.fromkeys(KINDS))
+
+
+CASES = [(r, m) for r in (None, "delayed_scaling", "mxfp8") for m in MESHES]
+CASES.append(("current_scaling", "dp x tp"))
+
+
+@pytest.mark.parametrize(("recipe", "mesh_name"), CASES)
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_sharded_equals_one_device(recipe, mesh_name, axis_type):
+    single, want = one_device(recipe)
+    shape, names, rules, specs = MESHES[mesh_name]
+    mesh = jax.make_mesh(shape, names, axis_types=(axis_type,) * len(names))
+    rule = nnx.logical_axis_rules(te.logical_axis_rules(**rules))
+    with jax.set_mesh(mesh), rule:
+        sharded = make_layers()
+        if {"fsdp", "tp"} & set(rules):
+            assert all(any(m.kernel[...].sharding.spec) for m in sharded.values())
+        placed = {
+            kind: tuple(
+                jax.device_put(a, NamedSharding(mesh, s))
+                for a, s in zip(both, specs[kind], strict=True)
+            )
+            for kind, both in arrays().items()
+        }
+        wanted = {kind: s[1] for kind, s in specs.items()}
+        got = steps(recipe, sharded, placed, wanted)
+    for kind, (x, dy) in arrays().items():
+        limits = bounds(single[kind], x, dy, recipe is not None)
+        for name, bound in limits.items():
+            a, b = (np.asarray(v[kind][name], np.float64) for v in (got, want))
+            worst = (np.abs(a - b) / bound).max()
+            assert worst <= 1, (kind, name, worst)
+        for name in ("x", "kernel", "dy"):  # the amaxes, so the scales and the codes
+            a, b = (
+                np.asarray(getattr(m[kind].fp8, name)[...]) for m in (sharded, single)
+            )
+            np.testing.assert_array_equal(a, b)
+            assert (b[0] > 0) == (recipe == "delayed_scaling")
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("recipe", ["delayed_scaling", "mxfp8"])
+def test_row_parallel_with_sequence_parallel_scatters_its_sum(axis_type, recipe):
+    mesh = jax.make_mesh((4, 2), ("dp", "tp"), axis_types=(axis_type,) * 2)
+    rules = nnx.logical_axis_rules(te.logical_axis_rules(dp="dp", tp="tp", sp="tp"))
+    with jax.set_mesh(mesh), rules, te.autocast(RECIPES[recipe]):
+        layer = te.DenseGeneral(
+            128, 64, kernel_axes=("mlp", "embed"), use_bias=False, rngs=nnx.Rngs(0)
+        )
+        layer.eval()
+        graph, state = nnx.split(layer)
+        x = jax.device_put(data((8, 64, 128)), NamedSharding(mesh, P("dp", None, "tp")))
+        f = lambda state, x: nnx.merge(graph, state)(x, out_sharding=P("dp", "tp"))
+        text = jax.jit(f).lower(state, x).compile().as_text() or ""
+    assert len(re.findall(r" reduce-scatter(?:-start)?\(", text)) == 1
+    assert not re.findall(r" all-gather(?:-start)?\(", text)
