@@ -102,7 +102,7 @@ def steps(recipe, layers, operands, wanted):
 
     with context(recipe):
         for _ in range(1 + (recipe == "delayed_scaling")):
-            found = run(nnx.Dict(layers), operands)
+            found = run(nnx.Dict(**layers), operands)
     return found
 
 
