@@ -98,7 +98,10 @@ def steps(recipe, layers, operands, wanted):
 
     @nnx.jit
     def run(layers, operands):
-        return {k: step(layers[k], *operands[k], wanted[k]) for k in layers}
+        found = {}
+        for kind, (x, dy) in operands.items():
+            found[kind] = step(layers[kind], x, dy, wanted[kind])
+        return found
 
     with context(recipe):
         for _ in range(1 + (recipe == "delayed_scaling")):
