@@ -109,7 +109,9 @@ def absorb(model: Any, grads: Any) -> Any:
     }
     missing = [path for path, _ in mailboxes if path not in found]
     if missing:
-        places = {i: jax.tree_util.keystr(path) for i, (path, _) in enumerate(named)}
+        places: dict[Any, str] = {
+            i: jax.tree_util.keystr(path) for i, (path, _) in enumerate(named)
+        }
         names = ["/".join([places[p[0]], *map(str, p[1:])]) for p in missing]
         rule = "hold the cotangent of each FP8 layer's mailbox"
         remedy = "differentiate with respect to te.diff_filter(wrt)"
