@@ -10,13 +10,17 @@ from te_flax.errors import message
 from te_flax.typing import FLOATS
 
 
-def features(where: str, name: str, value: int | Sequence[int]) -> tuple[int, ...]:
-    """Returns sizes of axes as a tuple, or raises ValueError."""
-    sizes = _ints(value)
-    if not sizes or min(sizes) < 1:
-        rule, remedy = "be a positive int or a tuple of them", "give each axis's size"
-        raise ValueError(message(where, name, rule, repr(value), remedy))
-    return sizes
+def features(where: str, **named: int | Sequence[int]) -> list[tuple[int, ...]]:
+    """Returns sizes of axes as tuples, or raises ValueError."""
+    found = []
+    for name, value in named.items():
+        sizes = _ints(value)
+        if not sizes or min(sizes) < 1:
+            rule = "be a positive int or a tuple of them"
+            remedy = "give the size of each axis"
+            raise ValueError(message(where, name, rule, repr(value), remedy))
+        found.append(sizes)
+    return found
 
 
 def axes(where: str, value: int | Sequence[int], count: int) -> tuple[int, ...]:

@@ -13,16 +13,20 @@ from te_flax.typing import Axes, Initializer, Shape
 
 def init_param(
     where: str,
-    axes_name: str,
     init: Initializer,
     shape: Shape,
     flat_shape: Shape,
+    *,
     dtype: Any,
-    axes: Axes | None,
     metadata: Mapping[str, Any],
     rngs: nnx.Rngs,
+    **named_axes: Axes | None,
 ) -> nnx.Param:
-    """Returns a parameter of ``shape``, initialized as one of ``flat_shape``."""
+    """Returns a parameter of ``shape``, initialized as one of ``flat_shape``.
+
+    ``named_axes`` holds one argument of the layer, ``kernel_axes=...`` or so.
+    """
+    ((axes_name, axes),) = named_axes.items()
     if axes is not None and len(axes) != len(shape):
         raise ValueError(
             message(

@@ -1,5 +1,6 @@
 """DenseGeneral: nnx.LinearGeneral whose product follows the recipe."""
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -100,11 +101,8 @@ class DenseGeneral(nnx.Module):
         bias_metadata: Mapping[str, Any] = MappingProxyType({}),
         rngs: nnx.Rngs,
     ):
-        self.in_features = _arguments.features(
-            "DenseGeneral", "in_features", in_features
-        )
-        self.out_features = _arguments.features(
-            "DenseGeneral", "out_features", out_features
+        self.in_features, self.out_features = _arguments.features(
+            "DenseGeneral", in_features=in_features, out_features=out_features
         )
         self.axis = _arguments.axes("DenseGeneral", axis, len(self.in_features))
         check_recipe("DenseGeneral", recipe)
@@ -124,32 +122,25 @@ class DenseGeneral(nnx.Module):
         self.transpose_batch_sequence = transpose_batch_sequence
         self.recipe = recipe
         n_in, n_out = math.prod(self.in_features), math.prod(self.out_features)
-        self.kernel = init_param(
-            "DenseGeneral",
-            "kernel_axes",
+        make = functools.partial(
+            init_param, "DenseGeneral", dtype=param_dtype, rngs=rngs
+        )
+        self.kernel = make(
             kernel_init,
             (*self.in_features, *self.out_features),
             (n_in, n_out),
-            param_dtype,
-            kernel_axes,
-            kernel_metadata,
-            rngs,
+            kernel_axes=kernel_axes,
+            metadata=kernel_metadata,
         )
-        self.bias = (
-            init_param(
-                "DenseGeneral",
-                "bias_axes",
+        self.bias = nnx.data(None)
+        if use_bias:
+            self.bias = make(
                 bias_init,
                 self.out_features,
                 (n_out,),
-                param_dtype,
-                bias_axes,
-                bias_metadata,
-                rngs,
+                bias_axes=bias_axes,
+                metadata=bias_metadata,
             )
-            if use_bias
-            else nnx.data(None)
-        )
         self.fp8 = Fp8State(amax_history_len, recipe=recipe)
 
     def __call__(

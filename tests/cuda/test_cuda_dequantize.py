@@ -31,8 +31,9 @@ def test_every_code_and_scale(format, out_dtype):
     data = codes(format, (16, 16))
     random = np.random.default_rng(9).integers(0, 1 << 32, 200, np.uint32)
     scales = np.concatenate([patterns(F32)[::301], random.view(np.float32)])
-    scales = np.concatenate([scales, 2.0 ** np.arange(-126.0, 128.0, 4.0)])
-    for scale_inv in scales.astype(np.float32):
+    powers = (2.0 ** np.arange(-126.0, 128.0, 4.0)).astype(np.float32)
+    scales = np.concatenate([scales, powers])
+    for scale_inv in scales:
         got = native(ops.DEQUANTIZE, data, scale_inv, out_dtype=out_dtype)
         agree(got, oracle.dequantize(data, scale_inv, out_dtype=out_dtype))
 
