@@ -35,14 +35,14 @@ struct FormatFacts<Format::kE4M3> {
   static constexpr int kMantissaBits = 3;
   static constexpr uint32_t kMinExponent = 121;      // 2^-6
   static constexpr uint32_t kMaxBits = 0x43e00000u;  // 448
-  static constexpr float kInverseMax = 1.0f / 448.0f;
+  static constexpr int kMaxExponent = 8;             // 448 = 1.75 * 2^8
 };
 template <>
 struct FormatFacts<Format::kE5M2> {
   static constexpr int kMantissaBits = 2;
   static constexpr uint32_t kMinExponent = 113;      // 2^-14
   static constexpr uint32_t kMaxBits = 0x47600000u;  // 57344
-  static constexpr float kInverseMax = 1.0f / 57344.0f;
+  static constexpr int kMaxExponent = 15;            // 57344 = 1.75 * 2^15
 };
 
 // Code of a magnitude, given as bits not above the format's maximum. Adding a power of two whose
@@ -99,15 +99,17 @@ inline float FlushScale(float scale) {
   return BitCast<float>(Element<Float::kF32>::Load(BitCast<uint32_t>(scale)));
 }
 
-// e8m0 scale of a block whose largest magnitude has these float32 bits (NaN sorts above Inf).
+// What makes the exponent of 1.75 * 2^n and all below stay, and of all above go one up.
+constexpr uint32_t kRoundUp = 0x1fffffu;
+
+// e8m0 scale of a block whose largest magnitude has these float32 bits (NaN sorts above Inf):
+// amax * float32(1 / max) rounded up to a power of two. The rounded product is at most 2^k exactly
+// where amax <= 1.75 * 2^(k + n), for every float32, so integers do.
 template <Format format>
 inline uint8_t BlockScale(uint32_t amax) {
-  using F = FormatFacts<format>;
   if (amax >= kInf) return amax > kInf ? 255 : 254;
-  const bool tiny = amax < 0x0d800000u;  // 2^-100: the quotient could become subnormal
-  const float a = BitCast<float>(amax) * (tiny ? 0x1p64f : 1.0f);
-  const int32_t t = BitCast<int32_t>(a * F::kInverseMax);
-  const int32_t e = ((t + 0x7fffff) >> 23) - (tiny ? 64 : 0);
+  const int32_t e =
+      static_cast<int32_t>((amax + kRoundUp) >> 23) - FormatFacts<format>::kMaxExponent;
   return static_cast<uint8_t>(e < 0 ? 0 : e);
 }
 
