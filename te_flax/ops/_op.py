@@ -133,15 +133,17 @@ class KernelOp:
             *arrays: the operands, in the order of the signature.
             impl: kernel rules of ``_choice.current()``; None reads the context.
             out_sharding: PartitionSpec wanted of the first result, or a tuple of one
-                per result.
+                per result. Manual axes, and Auto ones beside Explicit ones, do not
+                count; without a mesh nothing does.
             **attrs: static attributes, all of them.
 
         Returns:
             The results, in the order of the signature.
 
         Raises:
-            ValueError: a shape does not fit the signature.
-            TypeError: a dtype or the set of arguments is wrong.
+            ValueError: a shape does not fit the signature, or out_sharding the results
+                and the mesh.
+            TypeError: an operand is no array, a dtype or the set of arguments is wrong.
             NotImplementedError: an implementation asked for by name does not exist.
         """
         operands = [a.name for a in self.dims.ins]
@@ -150,7 +152,7 @@ class KernelOp:
             got = f"{len(arrays)} arrays and {sorted(attrs)}"
             remedy = "pass every operand and every attribute"
             raise TypeError(message(self.name, "call", f"be {takes}", got, remedy))
-        check_float64(self.name, **dict(zip(operands, arrays, strict=True)))
+        check_arrays(self.name, **dict(zip(operands, arrays, strict=True)))
         static = tuple(sorted((k, self._attr(k, v)) for k, v in attrs.items()))
         avals = [jax.typeof(a) for a in arrays]
         self.check(avals, static)
@@ -158,10 +160,13 @@ class KernelOp:
         # `with` block, and the jaxpr shows what will run.
         rules = _choice.current() if impl is None else impl
         chosen = _choice.how(self.name, rules)
-        explicit = axes_of(mesh_of(avals), AxisType.Explicit)
-        auto = axes_of(jax.sharding.get_abstract_mesh(), AxisType.Auto)
-        axes = explicit or auto
-        want = self._wanted(out_sharding, axes)
+        meshes = mesh_of(avals), jax.sharding.get_abstract_mesh()
+        explicit = axes_of(meshes[0], AxisType.Explicit)
+        axes = explicit or axes_of(meshes[1], AxisType.Auto)
+        known = {name for mesh in meshes for name in mesh.axis_names}
+        shapes = tuple(a.shape for a in avals)
+        outs = self.dims.layout(shapes, (), static).outs
+        want = self._wanted(out_sharding, [len(dims) for dims in outs], axes, known)
         results = self.primitive.bind(
             *arrays,
             attrs=static,
@@ -186,18 +191,38 @@ class KernelOp:
             raise TypeError(message(self.name, name, rule, got, "convert it first"))
         return value
 
-    def _wanted(self, out_sharding, axes) -> tuple[PartitionSpec | None, ...]:
+    def _wanted(
+        self, out_sharding, ndims, axes, known
+    ) -> tuple[PartitionSpec | None, ...]:
         """Per result; manual axes, and Auto ones of a mixed mesh, are dropped."""
         one = type(out_sharding) is not tuple
         given = (out_sharding,) if one else out_sharding
+        if len(given) > len(ndims):
+            rule = f"have at most {len(ndims)} specs, one per result"
+            self._refuse(rule, given, "drop the others")
         specs = [getattr(w, "spec", w) for w in given]
-        specs += [None] * (len(self.dims.outs) - len(specs))
-        return tuple(
-            w
-            if w is None
-            else to_spec(tuple(a for a in dim if a in axes) for dim in per_dim(w))
-            for w in specs
-        )
+        specs += [None] * (len(ndims) - len(specs))
+        wanted: list[PartitionSpec | None] = []
+        for array, ndim, spec in zip(self.dims.outs, ndims, specs, strict=True):
+            if spec is None:
+                wanted.append(None)
+                continue
+            if not isinstance(spec, PartitionSpec):
+                got = f"{spec!r} of {type(spec).__name__}"
+                rule, remedy = "be PartitionSpecs or None", "write PartitionSpec(...)"
+                raise TypeError(message(self.name, "out_sharding", rule, got, remedy))
+            dims = per_dim(spec)
+            if len(dims) > ndim:
+                rule = f"have at most {ndim} dims for {array.name} {array}"
+                self._refuse(rule, spec, "name the mesh axes of its own dims")
+            if strange := [a for dim in dims for a in dim if known and a not in known]:
+                rule = f"name axes of the mesh ({', '.join(sorted(known))})"
+                self._refuse(rule, f"{strange[0]!r} in {spec}", "correct the name")
+            wanted.append(to_spec(tuple(a for a in d if a in axes) for d in dims))
+        return tuple(wanted)
+
+    def _refuse(self, rule: str, got: object, remedy: str):
+        raise ValueError(message(self.name, "out_sharding", rule, got, remedy))
 
     def check(self, avals, attrs: Attrs) -> None:
         """Raises TypeError or ValueError when the operands do not fit the signature."""
@@ -269,6 +294,26 @@ class KernelOp:
                 )
             )
         return types
+
+
+def check_arrays(where: str, **operands: Any) -> None:
+    """Raises TypeError for operands that are no arrays, and for narrowed float64.
+
+    Args:
+        where: op or function that received them.
+        **operands: by name.
+
+    Raises:
+        TypeError: JAX knows no type of an operand, or it is float64 without x64.
+    """
+    for name, value in operands.items():
+        try:
+            jax.typeof(value)
+        except TypeError:
+            got = f"{repr(value)[:60]} of {type(value).__name__}"
+            remedy = "convert it with jnp.asarray(value, dtype)"
+            raise TypeError(message(where, name, "be an array", got, remedy)) from None
+    check_float64(where, **operands)
 
 
 def _make_primitive(op: KernelOp) -> Primitive:

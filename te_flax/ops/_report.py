@@ -2,8 +2,15 @@
 
 from typing import NamedTuple
 
+import jax
+
 from te_flax.ops import _choice, _extension
 from te_flax.ops._lowering import PLATFORMS, why_reference
+
+FOOTNOTE = (
+    "Inside a shard_map that leaves two or more axes Auto, auto runs the reference of "
+    "every op; make all but one of them manual or Explicit."
+)
 
 
 class Row(NamedTuple):
@@ -15,36 +22,93 @@ class Row(NamedTuple):
     why: str
 
 
+def platforms() -> tuple[str, ...]:
+    """Returns the platforms with handlers that jax has here."""
+    return tuple(p for p in PLATFORMS if _present(p))
+
+
+def _present(platform: str) -> bool:
+    try:
+        return bool(jax.devices(platform))
+    except RuntimeError:  # jax has no such backend
+        return False
+
+
 def rows() -> list[Row]:
-    """Returns what would run for every op and platform under the rules in force.
+    """Returns what would run for every op and present platform under the rules.
 
     Returns:
         ``runs`` is "native", "reference" or "error"; ``why`` says what decided it.
     """
-    rules = _choice.current()
-    found = []
-    for name, op in sorted(_choice.REGISTRY.items()):
-        chosen = _choice.how(name, rules)
-        for platform in PLATFORMS:
-            reason = why_reference(op, platform, None, ())
-            if chosen == "reference":
-                row = Row(
-                    name, platform, "reference", f"{name}=reference was asked for"
-                )
-            elif chosen == "jit":
-                row = Row(name, platform, "error", "no kernel is generated at run time")
-            elif reason and chosen == "native":
-                row = Row(name, platform, "error", reason)
-            elif reason:
-                row = Row(name, platform, "reference", reason)
-            else:
-                row = Row(name, platform, "native", f"handler te_flax.{op.handler}")
-            found.append(row)
-    return found
+    rules, present = _choice.current(), platforms()
+    return [
+        _row(name, platform, rules)
+        for name in sorted(_choice.REGISTRY)
+        for platform in present
+    ]
+
+
+def _row(name: str, platform: str, rules: _choice.Rules) -> Row:
+    op = _choice.REGISTRY[name]
+    glob, chosen = _choice.deciding(name, rules)
+    reason = why_reference(op, platform, None, ())
+    if chosen == "reference":
+        return Row(name, platform, "reference", f"{glob}=reference was asked for")
+    if chosen == "jit":
+        return Row(name, platform, "error", "no kernel is generated at run time")
+    if reason:
+        runs = "error" if chosen == "native" else "reference"
+        return Row(name, platform, runs, reason)
+    return Row(name, platform, "native", f"handler te_flax.{op.handler}")
+
+
+def grouped(found: list[Row]) -> list[Row]:
+    """Joins the rows of a family, ``gemm`` and all ``gemm_*``, where they are equal.
+
+    Args:
+        found: as :func:`rows` returns them.
+
+    Returns:
+        One row per platform for each largest family whose ops agree on all platforms,
+        its op written ``gemm_* (24)``; the other ops as they were.
+    """
+    by_op: dict[str, list[Row]] = {}
+    for row in found:
+        by_op.setdefault(row.op, []).append(row)
+    return _split("", 0, by_op)
+
+
+def _split(prefix: str, depth: int, by_op: dict[str, list[Row]]) -> list[Row]:
+    """The rows of the ops that share ``depth`` words, as few as tell the truth."""
+    tails = {tuple(row[1:] for row in rows) for rows in by_op.values()}
+    if len(by_op) == 1:
+        return next(iter(by_op.values()))
+    if depth and len(tails) == 1:
+        own = f"{prefix}, " if prefix in by_op else ""
+        label = f"{own}{prefix}_* ({len(by_op)})"
+        return [Row(label, *tail) for tail in next(iter(tails))]
+    families: dict[str, dict[str, list[Row]]] = {}
+    for op, rows in by_op.items():
+        words = op.split("_")
+        # An op that ends here is a family of its own.
+        key = "_".join(words[: depth + 1]) if len(words) > depth else f"{op}_"
+        families.setdefault(key, {})[op] = rows
+    return [
+        row for key, part in families.items() for row in _split(key, depth + 1, part)
+    ]
 
 
 def kernel_report() -> None:
-    """Prints what was built and, for every op and platform, what would run and why.
+    """Prints what was built and what would run, for every op, where and why.
+
+    Columns of the table:
+
+    - op: the op, or a family of ops whose rows are equal, with their number. A rule of
+      :func:`te_flax.kernels` names either: ``gemm`` for all of ``gemm_*``.
+    - platform: where it would run; only platforms that jax has here are listed.
+    - runs: ``native`` (the compiled handler), ``reference`` (pure JAX, compiled by XLA)
+      or ``error`` (the rules ask for what does not exist).
+    - why: the handler, the rule that was asked for, or what keeps the handler away.
 
     Example:
         >>> kernel_report()  # doctest: +ELLIPSIS
@@ -55,8 +119,9 @@ def kernel_report() -> None:
     print(f"CPU handlers: SIMD {_extension.simd_level()}")
     rules = ",".join(f"{glob}={how}" for glob, how in _choice.current())
     print(f"rules: {rules or 'none'}")
-    table = [Row("op", "platform", "runs", "why"), *rows()]
+    table = [Row("op", "platform", "runs", "why"), *grouped(rows())]
     widths = [max(len(row[i]) for row in table) for i in range(3)]
     for row in table:
         cells = [text.ljust(n) for text, n in zip(row[:3], widths, strict=True)]
         print("  ".join((*cells, row.why)))
+    print(FOOTNOTE)

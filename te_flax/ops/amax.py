@@ -1,7 +1,5 @@
 """The largest magnitude of a tensor, and the scale that a magnitude asks for."""
 
-import math
-
 import jax.numpy as jnp
 import numpy as np
 
@@ -9,6 +7,8 @@ from te_flax.errors import message
 from te_flax.ops import _bits
 from te_flax.ops._op import Case, KernelOp
 from te_flax.typing import FLOATS, FP8_MAX, Array
+
+_FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
 def _amax(x: Array) -> tuple[Array]:
@@ -21,8 +21,8 @@ def _check_scale_attrs(format: str, margin: int, epsilon: float) -> None:
     if not 0 <= margin <= 126:
         rule, remedy = "be in 0..126", "use 0 for no margin"
         raise ValueError(message(where, "margin", rule, margin, remedy))
-    if not 0 <= epsilon < math.inf:
-        rule, remedy = "be finite and >= 0", "use 0.0 for none"
+    if not 0 <= epsilon <= _FLOAT32_MAX:
+        rule, remedy = "be a finite float32 >= 0", "use 0.0 for none"
         raise ValueError(message(where, "epsilon", rule, epsilon, remedy))
 
 
@@ -32,7 +32,8 @@ def _amax_to_scale(
     _check_scale_attrs(format, margin, epsilon)
     bits = _bits.flush(_bits.as_bits(amax))
     finite = _bits.magnitude(bits) < _bits.INF
-    floor = np.float32(epsilon if epsilon >= 2.0**-126 else 0.0)
+    floor = np.float32(epsilon)  # as a handler gets it; then flushed like any input
+    floor = floor if floor >= 2.0**-126 else np.float32(0)
     a = jnp.maximum(_bits.as_float(jnp.where(finite, bits, 0)), floor)
     usable = finite & (a > 0)
     scale = jnp.float32(FP8_MAX[format]) / jnp.where(usable, a, 1)

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 
 from te_flax.errors import message
 from te_flax.ops import dequantize
-from te_flax.ops._op import Case, KernelOp
+from te_flax.ops._op import Case, KernelOp, check_arrays
 from te_flax.ops._plan import MeshAxes, Plan
 from te_flax.typing import FLOATS, FP8, Array
 
@@ -265,6 +265,9 @@ def gemm(
         raise ValueError(
             message("gemm", "precision", rule, repr(precision), "choose one")
         )
+    given = {"lhs_scale_inv": lhs_scale_inv, "rhs_scale_inv": rhs_scale_inv}
+    given = {k: v for k, v in (given | {"bias": bias}).items() if v is not None}
+    check_arrays("gemm", lhs=lhs, rhs=rhs, **given)
     scaling = _scaling(lhs_scale_inv, rhs_scale_inv)
     _check_pair(lhs, rhs, scaling)
     if out_dtype is None:

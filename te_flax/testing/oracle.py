@@ -54,7 +54,8 @@ def amax_to_scale(
 ) -> Arrays:
     """Of a = max(amax, epsilon): scale = clamp((max / a) * 2^-margin), 1 / scale."""
     scales = []
-    floor = float(np.float32(epsilon)) if epsilon >= _TINY else 0.0
+    floor = float(np.float32(epsilon))
+    floor = floor if floor >= _TINY else 0.0
     for value in _flushed(amax).ravel():
         a = max(value, floor)
         if not math.isfinite(value) or a <= 0:

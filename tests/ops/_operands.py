@@ -1,6 +1,5 @@
 """Operands of a KernelOp from its signature, and the float64 oracle of the GEMMs."""
 
-import ml_dtypes
 import numpy as np
 
 from te_flax.ops._op import KernelOp
@@ -93,21 +92,3 @@ def _matrix(data, scale, k_ndim, *, last):
     elif scale is not None:
         values = values * np.float64(scale)
     return values if last else values.T
-
-
-def gemm_bound(size, k, exact, dtype, terms=0):
-    """Design 6a: ``K 2^-24 sum |a||b|``, and half an ulp of the output's dtype.
-
-    ``terms`` counts the float32 roundings after the sum: scales, bias.
-    """
-    info = ml_dtypes.finfo(dtype)
-    half = 0.0 if np.dtype(dtype) == np.float32 else float(info.eps) / 2
-    tiny = float(info.tiny)
-    return (k + terms) * 2.0**-24 * size + half * (np.abs(exact) + tiny)
-
-
-def close_to(got, exact, bound):
-    got = np.asarray(got).astype(np.float64)
-    assert got.shape == exact.shape
-    worst = np.max((np.abs(got - exact) - bound), initial=-1.0)
-    assert worst <= 0, f"beyond the bound by {worst}"

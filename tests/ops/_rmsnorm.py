@@ -4,9 +4,11 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from te_flax.ops._op import Case, KernelOp, cotangent_like
+from te_flax.testing.numerics import UNIT, sharded_bound, sum_bound
 from te_flax.typing import FLOATS
 
 
@@ -78,3 +80,29 @@ def rms_oracle(x, gamma):
         return jnp.sum(fwd_reference(x, g, eps=1e-6)[0] ** 2)
 
     return jax.grad(loss, (0, 1))(x, gamma)
+
+
+def rms_bounds(x, gamma):
+    """Bounds (dx, dgamma) of ``rms`` run twice: sums over h, and over the tokens.
+
+    The relative error of rstd is half that of its mean of h squares, plus a few
+    roundings; x * rstd inherits it, and so do both factors of every sum.
+    """
+    x, gamma = (np.asarray(a, np.float64) for a in (x, gamma))
+    h, tokens = x.shape[-1], x[..., 0].size
+    rstd = 1 / np.sqrt(np.mean(x * x, -1, keepdims=True) + 1e-6)
+    xh = np.abs(x * rstd)
+    dy = 2 * xh * np.abs(gamma)
+    w = dy * np.abs(gamma)
+    own = (h / 2 + 8) * UNIT  # of rstd, x * rstd, and with a rounding more of dy, w
+    mean = np.mean(w * xh, -1, keepdims=True)
+    factors = 5 * own / UNIT  # rstd, xh twice, w with its own xh
+    dx = rstd * (sum_bound(0, w, factors) + sum_bound(h, mean, factors) * xh)
+    terms = np.sum(dy * xh, tuple(range(x.ndim - 1)))
+    return sharded_bound(dx), sharded_bound(sum_bound(tokens, terms, 3 * own / UNIT))
+
+
+def rms_bounds_of(*entries):
+    """The bounds of a vmapped call, from the (x, gamma) of its entries."""
+    each = [rms_bounds(*e) for e in entries]
+    return tuple(np.stack(parts) for parts in zip(*each, strict=True))

@@ -112,6 +112,18 @@ def test_any_amax_margin_and_epsilon(run, amax, format, margin, power_of_2, epsi
         same_bits(got, want)
 
 
+@each
+def test_epsilon_is_rounded_before_it_is_flushed(run):
+    """Just below 2^-126 as a double is 2^-126 as the float32 that a handler gets."""
+    attrs = {"format": "e4m3", "margin": 0, "power_of_2": False}
+    for factor, expected in ((1 - 2.0**-30, 2.0**126), (1 - 2.0**-20, 1.0)):
+        epsilon = 2.0**-126 * factor
+        (scale, _) = run(AMAX_TO_SCALE, np.float32(0), **attrs, epsilon=epsilon)
+        assert scale == expected
+        scale, _ = oracle.amax_to_scale(np.float32(0), **attrs, epsilon=epsilon)
+        assert scale == expected
+
+
 def test_scales_worked_by_hand():
     amax = np.array([448, 1, 0, 1e-44, np.nan, np.inf, 2.0**-126, 3e38], np.float32)
     attrs = {"format": "e4m3", "margin": 0, "power_of_2": False, "epsilon": 0.0}
@@ -143,8 +155,9 @@ def test_bad_attributes_are_named():
         ("format", "e3m4", "be e4m3 or e5m2, got 'e3m4'"),
         ("margin", -1, "be in 0..126, got -1"),
         ("margin", 127, "be in 0..126, got 127"),
-        ("epsilon", -1.0, "be finite and >= 0, got -1.0"),
-        ("epsilon", float("nan"), "be finite and >= 0, got nan"),
+        ("epsilon", -1.0, "be a finite float32 >= 0, got -1.0"),
+        ("epsilon", float("nan"), "be a finite float32 >= 0, got nan"),
+        ("epsilon", 3.5e38, "be a finite float32 >= 0, got 3.5e+38"),
     ):
         say = re.escape(f"amax_to_scale: {name} must {rule}")
         with pytest.raises(ValueError, match=say):

@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from _meshes import A, E, P, mesh, placed, run, sharded_as
-from _operands import close_to, gemm_bound, gemm_oracle, operands
+from _operands import gemm_oracle, operands
 
 from te_flax.ops.gemm import GEMMS, ORIENTATIONS, SCALINGS, gemm, gemm_op
+from te_flax.testing.numerics import close_to, gemm_bound, sharded_bound
 
 VARIANTS = list(GEMMS)
 FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
@@ -26,6 +27,20 @@ def _call(variant, arrays, **options):
     if bias:
         scales["bias"] = arrays[-1]
     return gemm(*arrays[:2], orientation=orientation, **scales, **options)
+
+
+def _limit(orientation, *arrays, k_ndim=1, scaling="none", bias=False):
+    """Bounds the result of a sharded call against that of one device, for ``run``."""
+
+    def bounds(want):
+        exact, size = gemm_oracle(
+            orientation, arrays, k_ndim=k_ndim, scaling=scaling, bias=bias
+        )
+        lhs = arrays[0].shape
+        k = int(np.prod(lhs[-k_ndim:] if orientation[0] == "n" else lhs[:k_ndim]))
+        return sharded_bound(gemm_bound(size, k, exact, want.dtype, terms=3))
+
+    return bounds
 
 
 def _check(variant, arrays, got, k_ndim, out_dtype):
@@ -152,10 +167,10 @@ def data():
 @pytest.mark.parametrize("spec", [P("dp"), P("dp", None, "tp"), P("dp", "tp")], ids=str)
 def test_sharded_contraction(kind, spec, data):
     """K cut on both sides: psum, or psum_scatter where the result asks for the axis."""
-    x, w, bias = data
     f = lambda x, w, b: gemm(x, w, bias=b, precision="highest", out_sharding=spec)
     on = TWO[kind]
-    found, got = run(f, on, (P("dp", None, "tp"), P("tp"), P()), x, w, bias)
+    specs, limit = (P("dp", None, "tp"), P("tp"), P()), _limit("nn", *data, bias=True)
+    found, got = run(f, on, specs, *data, bounds=limit)
     if "mixed" not in kind:
         scattered = "tp" in spec
         assert found == {"reduce-scatter" if scattered else "all-reduce": 1}
@@ -164,9 +179,9 @@ def test_sharded_contraction(kind, spec, data):
 
 @pytest.mark.parametrize("kind", ONES)
 def test_axes_of_size_one(kind, data):
-    x, w, bias = data
     f = lambda x, w, b: gemm(x, w, bias=b, precision="highest", out_sharding=P("dp"))
-    found, _ = run(f, ONES[kind], (P("dp", None, "tp"), P("tp"), P()), x, w, bias)
+    specs, limit = (P("dp", None, "tp"), P("tp"), P()), _limit("nn", *data, bias=True)
+    found, _ = run(f, ONES[kind], specs, *data, bounds=limit)
     assert found == ({"all-reduce": 1} if kind == "mixed_1" else {})
 
 
@@ -176,7 +191,8 @@ def test_fsdp_kernel_is_gathered_as_codes(kind, data):
     one = jnp.float32(1.0)
     f = lambda x, w: gemm(x, w, lhs_scale_inv=one, rhs_scale_inv=one)
     on = TWO[kind]
-    found, _ = run(f, on, (P("dp"), P("dp")), x, w)
+    limit = _limit("nn", x, w, one, one, scaling="tensor")
+    found, _ = run(f, on, (P("dp"), P("dp")), x, w, bounds=limit)
     assert found == {"all-gather": 1}
     with jax.set_mesh(on):
         text = jax.jit(f).lower(*placed(on, (P("dp"), P("dp")), (x, w))).as_text()
@@ -219,7 +235,9 @@ def test_kernel_gradient_is_summed_here(kind, scaling, data):
     for lhs, rhs in ((P("dp"), P("dp")), (P("dp"), P()), (P(), P("dp", None, "tp"))):
         asked = P("dp", "tp") if "tp" in rhs else P("dp")
         specs = (lhs, rhs, *(P() for _ in scales))
-        found, got = run(functools.partial(f, asked), on, specs, x, g, *scales)
+        limit = _limit("tn", x, g, *scales, k_ndim=2, scaling=scaling)
+        call = functools.partial(f, asked)
+        found, got = run(call, on, specs, x, g, *scales, bounds=limit)
         assert found == {"reduce-scatter": 1}, specs
         assert sharded_as(got, on, asked)
 
@@ -243,7 +261,8 @@ def test_sequence_cut_behind_the_batch(kind):
         )
 
     for specs in ((P("dp", "tp"), P("dp", "tp")), (P("dp", "tp"), P("dp"))):
-        found, _ = run(f, TWO[kind], (*specs, P()), x, x, scale, tolerance=1e-2)
+        limit = _limit("tn", x, x, scale, scale, k_ndim=2, scaling="mxfp8")
+        found, _ = run(f, TWO[kind], (*specs, P()), x, x, scale, bounds=limit)
         assert "all-gather" not in found
 
 
@@ -252,7 +271,8 @@ def test_sum_is_float32():
     x = jnp.asarray(np.random.default_rng(0).standard_normal((8, 1024)), jnp.bfloat16)
     for on in (TWO["auto"], TWO["explicit"]):
         f = lambda x, w: gemm(x, w, orientation="nt", precision="highest")
-        _, got = run(f, on, (P(None, "dp"), P(None, "dp")), x, x, tolerance=2.0**-7)
+        cut = (P(None, "dp"), P(None, "dp"))
+        _, got = run(f, on, cut, x, x, bounds=_limit("nt", x, x))
         exact, size = gemm_oracle("nt", (x, x), k_ndim=1)
         close_to(got, exact, gemm_bound(size, 1024, exact, jnp.bfloat16))
         with jax.set_mesh(on):
@@ -269,7 +289,12 @@ def test_vmap_on_a_mesh(kind, axes, data):
     args = (x if axes[0] == 0 else x[0], jnp.stack([w] * 8) if axes[1] == 0 else w)
     specs = [P("dp") if a == 0 else P() for a in axes]
     f = jax.vmap(functools.partial(gemm, precision="highest"), axes)
-    found, _ = run(f, TWO[kind], specs, *args)
+    left, right = (np.asarray(a, np.float64) for a in args)
+    if right.ndim == 3 and left.ndim == 2:
+        left = left[None]
+    exact, size = left @ right, np.abs(left) @ np.abs(right)
+    limit = sharded_bound(gemm_bound(size, 128, exact, np.float32))
+    found, _ = run(f, TWO[kind], specs, *args, bounds=limit)
     assert found == {}
 
 

@@ -11,7 +11,7 @@ from _rmsnorm import RMS_FWD
 
 from te_flax.ops import _choice, _extension
 from te_flax.ops._choice import current, how, kernels, parse
-from te_flax.ops._report import Row, kernel_report, rows
+from te_flax.ops._report import Row, grouped, kernel_report, platforms, rows
 from te_flax.ops.amax import AMAX
 
 NATIVE = _extension.has("amax", "cpu")
@@ -44,6 +44,29 @@ def test_unknown_op():
         ),
         kernels("gem=native"),
     ):
+        pass
+
+
+def test_a_name_covers_its_family():
+    """The design's own example: ops are named gemm_nn and so on."""
+    for family, some in (
+        ("gemm", ("gemm_nn", "gemm_tt_mxfp8_bias")),
+        ("quantize", ("quantize_row", "quantize_mxfp8_rowcol_swizzled_noop")),
+        ("quantize_row", ("quantize_row", "quantize_row_noop")),
+        ("amax", ("amax", "amax_to_scale")),
+    ):
+        with kernels(f"{family}=reference"):
+            assert {how(op, current()) for op in some} == {"reference"}
+            for other in ("dequantize", "quantize_rowcol"):
+                if not other.startswith(f"{family}_"):
+                    assert how(other, current()) == "auto"
+    with pytest.raises(ValueError, match="kernels: gem"), kernels("gem=reference"):
+        pass
+
+
+def test_a_spec_that_is_no_string():
+    text = "kernels: spec must be of type str, got 3 of int; write"
+    with pytest.raises(TypeError, match=text), kernels(3):  # pyright: ignore[reportArgumentType]
         pass
 
 
@@ -131,7 +154,9 @@ def test_environment(monkeypatch):
 def test_report(capsys):
     found = {(r.op, r.platform): r for r in rows()}
     assert found["amax", "cpu"].runs == ("native" if NATIVE else "reference")
-    assert found["amax", "cuda"].runs in ("native", "reference")
+    assert {r.platform for r in rows()} == set(platforms())
+    assert "cpu" in platforms()
+    assert ("cuda" in platforms()) == (jax.default_backend() == "gpu")
     assert found["gemm_nn", "cpu"] == Row(
         "gemm_nn", "cpu", "reference", "the op has no handler"
     )
@@ -143,7 +168,28 @@ def test_report(capsys):
         kernel_report()
     printed = capsys.readouterr().out
     assert "rules: amax=reference,gemm_nn=native,gemm_nt=jit" in printed
-    assert re.search(r"^amax +cpu +reference +amax=reference was asked", printed, re.M)
+    assert re.search(
+        r"^amax.* +cpu +reference +amax=reference was asked", printed, re.M
+    )
+    assert "leaves two or more axes Auto, auto runs the reference" in printed
+
+
+def test_report_fits_a_screen(capsys):
+    kernel_report()
+    table = capsys.readouterr().out
+    assert len(table.splitlines()) <= 24 * len(platforms())
+    gemms = sum(op.startswith("gemm_") for op in _choice.REGISTRY)
+    assert f"gemm_* ({gemms}) " in table
+    assert "gemm_nn" not in table
+
+
+def test_rows_are_joined_only_where_equal():
+    names = ("a", "a_b", "a_b_c", "d_e", "d_f")
+    alike = [Row(op, "cpu", "native", "why") for op in names]
+    assert [r.op for r in grouped(alike)] == ["a, a_* (3)", "d_* (2)"]
+    alike[1] = alike[1]._replace(runs="error")
+    assert grouped(alike)[:3] == alike[:3]
+    assert [r.op for r in grouped(alike)[3:]] == ["d_* (2)"]
 
 
 def test_eager_calls_compile_once():

@@ -5,7 +5,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from _meshes import A, E, P, mesh, placed, run
-from _rmsnorm import fwd_reference, rms, rms_oracle, rmsnorm
+from _operands import gemm_oracle
+from _rmsnorm import (
+    fwd_reference,
+    rms,
+    rms_bounds,
+    rms_bounds_of,
+    rms_oracle,
+    rmsnorm,
+)
 from flax import nnx
 from jax import lax
 
@@ -13,6 +21,12 @@ from te_flax.functional.dense import dense
 from te_flax.ops._op import KernelOp
 from te_flax.ops.mxfp8 import QUANTIZE_MXFP8_ROWCOL
 from te_flax.ops.quantize import QUANTIZE_ROWCOL
+from te_flax.testing.numerics import (
+    chain_bound,
+    gemm_bound,
+    sharded_bound,
+    trees_close,
+)
 
 TWO = {
     "auto": mesh(A, A),
@@ -30,7 +44,13 @@ X = jax.random.normal(_KEYS[0], (8, 16, 128))
 GAMMA = 1 + jax.random.normal(_KEYS[1], (128,))
 W = jax.random.normal(_KEYS[2], (128, 128)) / 12
 GAMMAS = jnp.tile(GAMMA, (8, 1)) * jnp.arange(1.0, 9.0)[:, None]
-TOLERANCE = 1e-3
+BOUNDS = rms_bounds(X, GAMMA)
+VMAPPED = rms_bounds_of(*zip(X, GAMMAS, strict=True))
+
+
+def chained(want):
+    """Bounds up to three layers of norm and product, forward and backward."""
+    return jax.tree.map(lambda w: chain_bound([128] * 3 * 6, w), want)
 
 
 def mxfp8(x):
@@ -49,7 +69,7 @@ def tensor(x):
     ids=["batch+seq", "h"],
 )
 def test_gradients(kind, specs):
-    found, _ = run(rms, TWO[kind], specs, X, GAMMA, oracle=rms_oracle)
+    found, _ = run(rms, TWO[kind], specs, X, GAMMA, oracle=rms_oracle, bounds=BOUNDS)
     if "mixed" not in kind and specs[1] == P():
         assert found == ONE
 
@@ -57,7 +77,9 @@ def test_gradients(kind, specs):
 @pure
 def test_mesh_only_on_the_arrays(kind):
     specs = (P("dp", "tp"), P())
-    found, _ = run(rms, TWO[kind], specs, X, GAMMA, oracle=rms_oracle, context=False)
+    found, _ = run(
+        rms, TWO[kind], specs, X, GAMMA, oracle=rms_oracle, context=False, bounds=BOUNDS
+    )
     assert found == ONE
 
 
@@ -66,7 +88,7 @@ def test_vmap_of_a_cut_batch(kind):
     """A gamma per entry costs no collective: the loop runs inside the shard."""
     f, oracle = jax.vmap(rms), jax.vmap(rms_oracle)
     found, _ = run(
-        f, TWO[kind], (P("dp"), P("dp")), X, GAMMAS, oracle=oracle, tolerance=TOLERANCE
+        f, TWO[kind], (P("dp"), P("dp")), X, GAMMAS, oracle=oracle, bounds=VMAPPED
     )
     assert found == {}
 
@@ -76,14 +98,20 @@ def test_vmap(axes):
     args = (X[0] if axes[0] is None else X, GAMMAS if axes[1] == 0 else GAMMA)
     got = jax.vmap(rms, axes)(*args)
     want = jax.vmap(rms_oracle, axes)(*args)
-    for a, b in zip(got, want, strict=True):
-        np.testing.assert_allclose(a, b, rtol=TOLERANCE, atol=TOLERANCE)
+    pick = lambda a, axis, i: a if axis is None else jnp.take(a, i, axis)
+    count = args[0].shape[axes[0]] if axes[0] is not None else len(args[1])
+    entries = [map(pick, args, axes, (i, i)) for i in range(count)]
+    trees_close(got, want, rms_bounds_of(*entries))
 
 
 def test_vmap_nests():
     f = lambda rms: jax.vmap(jax.vmap(rms, (0, None)))(X[:, :, None], GAMMAS)
-    for a, b in zip(f(rms), f(rms_oracle), strict=True):
-        np.testing.assert_allclose(a, b, rtol=TOLERANCE, atol=TOLERANCE)
+    bounds = [
+        rms_bounds_of(*((row[None], g) for row in x))
+        for x, g in zip(X, GAMMAS, strict=True)
+    ]
+    bounds = tuple(np.stack(b) for b in zip(*bounds, strict=True))
+    trees_close(f(rms), f(rms_oracle), bounds)
 
 
 def test_vmap_joins_a_group_where_it_can():
@@ -139,7 +167,7 @@ def test_axes_of_size_one(kinds, shape):
     on = mesh(*kinds, shape=shape)
     for f in (tensor, mxfp8):
         run(f, on, (P("dp", None, "tp"),), jnp.tile(X, (1, 4, 4)))
-    run(rms, on, (P("dp", "tp"), P()), X, GAMMA, oracle=rms_oracle)
+    run(rms, on, (P("dp", "tp"), P()), X, GAMMA, oracle=rms_oracle, bounds=BOUNDS)
 
 
 @pure
@@ -151,7 +179,15 @@ def test_types_keep_axes_of_size_one(kind):
         return lambda x, g: lax.scan(lambda h, _: (norm(h, g), None), x, length=2)[0]
 
     oracle = layers(lambda x, g: fwd_reference(x, g, eps=1e-6)[0])
-    run(layers(rmsnorm), on, (P("dp", "tp"), P()), X, GAMMA, oracle=oracle)
+    run(
+        layers(rmsnorm),
+        on,
+        (P("dp", "tp"), P()),
+        X,
+        GAMMA,
+        oracle=oracle,
+        bounds=chained,
+    )
 
 
 @pure
@@ -176,7 +212,7 @@ def test_shard_map(kind, check_vma, axes, grad):
         part = jax.shard_map(rmsnorm, in_specs=(spec, P()), out_specs=spec, **options)
         return jax.grad(lambda x, g: jnp.sum(jnp.square(part(x, g))), (0, 1))(x, g)
 
-    run(f, TWO[kind], (P("dp", "tp"), P()), X, GAMMA, oracle=rms_oracle)
+    run(f, TWO[kind], (P("dp", "tp"), P()), X, GAMMA, oracle=rms_oracle, bounds=BOUNDS)
 
 
 @vma
@@ -195,7 +231,7 @@ def test_vmap_inside_shard_map(check_vma):
         X,
         GAMMAS,
         oracle=jax.vmap(rms_oracle),
-        tolerance=TOLERANCE,
+        bounds=VMAPPED,
     )
     assert found == {}
 
@@ -208,7 +244,7 @@ def test_three_axes(kinds, axes):
     cube = mesh(*kinds, shape=(2, 2, 2), names=("a", "b", "c"))
     if not axes:
         specs = (P(("c", "a"), "b"), P("c"))
-        run(rms, cube, specs, X, GAMMA, oracle=rms_oracle)
+        run(rms, cube, specs, X, GAMMA, oracle=rms_oracle, bounds=BOUNDS)
         return
     part = jax.shard_map(
         rmsnorm, mesh=cube, in_specs=(P(axes), P()), out_specs=P(axes),
@@ -222,15 +258,17 @@ def test_three_axes(kinds, axes):
     against = E in left.values() and A in left.values()
     if against and min(n for n, k in left.items() if k == E) < max(axes):
         with pytest.raises(NotImplementedError, match="make the Auto axes Explicit"):
-            run(f, cube, specs, X, GAMMA, oracle=rms_oracle)
+            run(f, cube, specs, X, GAMMA, oracle=rms_oracle, bounds=BOUNDS)
     else:
-        run(f, cube, specs, X, GAMMA, oracle=rms_oracle)
+        run(f, cube, specs, X, GAMMA, oracle=rms_oracle, bounds=BOUNDS)
 
 
 def test_auto_axes_inside_an_explicit_mesh():
     f = jax.sharding.auto_axes(rms, out_sharding=(P("dp"), P()))
     specs = (P("dp"), P())
-    found, _ = run(f, TWO["explicit"], specs, X, GAMMA, oracle=rms_oracle)
+    found, _ = run(
+        f, TWO["explicit"], specs, X, GAMMA, oracle=rms_oracle, bounds=BOUNDS
+    )
     assert found == ONE
 
 
@@ -255,7 +293,7 @@ def test_scan_over_layers_with_remat(kind):
         (P("dp"), P(), P()),
         *(X, gammas, ws),
         oracle=net(lambda x, g: fwd_reference(x, g, eps=1e-6)[0], jnp.matmul),
-        tolerance=TOLERANCE,
+        bounds=chained,
     )
 
 
@@ -281,10 +319,8 @@ def test_nnx():
 
     loss, grads = step(block, X)
     want, dwant = jax.value_and_grad(plain)((block.scale[...], block.kernel[...]))
-    np.testing.assert_allclose(loss, want, rtol=TOLERANCE)
-    got = grads["scale"][...], grads["kernel"][...]
-    for a, b in zip(got, dwant, strict=True):
-        np.testing.assert_allclose(a, b, rtol=TOLERANCE, atol=1e-5)
+    got = loss, (grads["scale"][...], grads["kernel"][...])
+    trees_close(got, (want, dwant), chained((want, dwant)))
     stack = nnx.vmap(_Block)(nnx.Rngs(0).split(3))
     over = nnx.scan(lambda h, m: m(h), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
     loss, grads = nnx.jit(nnx.value_and_grad(lambda m: jnp.mean(over(X, m) ** 2)))(
@@ -308,7 +344,10 @@ def test_partly_manual_scatter():
         axis_names={"tp"},
     )  # fmt: skip
     oracle = lambda x, g: gemm(x, g, **options)
-    run(f, TWO["auto"], (P("dp", "tp"),) * 2, X, X[..., :64], oracle=oracle)
+    exact, size = gemm_oracle("tn", (X, X[..., :64]), k_ndim=2)
+    limit = sharded_bound(gemm_bound(size, 128, exact, np.float32))
+    specs = (P("dp", "tp"),) * 2
+    run(f, TWO["auto"], specs, X, X[..., :64], oracle=oracle, bounds=limit)
 
 
 def test_native_by_name_where_the_partitioner_is_confused():

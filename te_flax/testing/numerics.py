@@ -1,0 +1,137 @@
+"""Error bounds of float32 sums and products, and the comparison that applies them.
+
+Every bound holds for sums taken in any order: of n terms, at most n - 1 additions meet
+each term, and each rounds by at most ``UNIT`` of what it holds. So it also covers the
+shards' partial sums, and two ways to compute one result differ by at most twice the
+bound.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+from numpy.typing import ArrayLike, DTypeLike
+
+UNIT = 2.0**-24  # the largest relative error of one float32 rounding
+
+
+def sum_bound(count: int, size: ArrayLike, rounded: float = 0) -> np.ndarray:
+    """Bounds the error of a float32 sum.
+
+    Args:
+        count: number of terms.
+        size: sum of the magnitudes of the terms, in float64.
+        rounded: float32 roundings in each term and after the sum.
+
+    Returns:
+        ``(count + rounded) 2^-24 size``, like size.
+
+    Example:
+        >>> float(sum_bound(2**20, 16.0))
+        1.0
+    """
+    return (count + rounded) * UNIT * np.asarray(size, np.float64)
+
+
+def output_rounding(exact: ArrayLike, error: ArrayLike, dtype: DTypeLike) -> np.ndarray:
+    """Bounds the last rounding, from float32 to the dtype of the result.
+
+    Args:
+        exact: the result in float64.
+        error: bound of the float32 value that is rounded.
+        dtype: of the result.
+
+    Returns:
+        Half an ulp of the dtype; 0 for float32, whose roundings the sum counts.
+
+    Example:
+        >>> float(output_rounding(1.0, 0.0, np.float16)) < 2**-10
+        True
+    """
+    if np.dtype(dtype) == np.float32:
+        return np.zeros_like(exact, np.float64)
+    info = ml_dtypes.finfo(dtype)
+    size = np.asarray(np.abs(exact), np.float64) + np.asarray(error, np.float64)
+    return float(info.eps) / 2 * (size + float(info.tiny))
+
+
+def gemm_bound(
+    size: ArrayLike, k: int, exact: ArrayLike, dtype: DTypeLike, terms: int = 0
+) -> np.ndarray:
+    """Bounds a GEMM on the CPU: ``K 2^-24 sum |a||b|``, then the output's rounding.
+
+    Args:
+        size: ``sum |a| |b|`` of every element, with the bias, in float64.
+        k: number of products in an element.
+        exact: the result in float64.
+        dtype: of the result.
+        terms: float32 roundings after the sum: scales, bias.
+
+    Returns:
+        The bound of every element.
+
+    Example:
+        >>> float(gemm_bound(1.0, 2**24, 1.0, np.float32))
+        1.0
+    """
+    error = sum_bound(k, size, terms)
+    return error + output_rounding(exact, error, dtype)
+
+
+def sharded_bound(bound: ArrayLike) -> np.ndarray:
+    """Bounds a sharded result against that of one device: each may err by ``bound``."""
+    return 2 * np.asarray(bound)
+
+
+def chain_bound(counts: Sequence[int], size: ArrayLike) -> np.ndarray:
+    """Bounds two runs of a chain of sums, to first order and in the largest entry.
+
+    Args:
+        counts: number of terms in each sum that a value passes through.
+        size: the result. Each step is taken as well conditioned: it passes a relative
+            error on, measured in the largest entry, without amplifying it.
+
+    Returns:
+        One bound for all entries.
+
+    Example:
+        >>> float(chain_bound([2**22, 2**22], [-1.0, 0.5]))
+        1.0
+    """
+    return sharded_bound(sum_bound(sum(counts), np.max(np.abs(np.asarray(size)))))
+
+
+def close_to(got: Any, exact: ArrayLike, bound: ArrayLike) -> None:
+    """Asserts ``|got - exact| <= bound`` for every element of equal shapes.
+
+    Example:
+        >>> close_to(np.float32(1), np.float64(1.25), 0.25)
+    """
+    found, exact = np.asarray(got).astype(np.float64), np.asarray(exact)
+    assert found.shape == exact.shape
+    worst = np.max(np.abs(found - exact.astype(np.float64)) - bound, initial=-1.0)
+    assert worst <= 0, f"beyond the bound by {worst}"
+
+
+def trees_close(got: Any, want: Any, bounds: Any = None) -> None:
+    """Asserts that two trees agree: within bounds, or to the bit.
+
+    Args:
+        got: a tree of arrays.
+        want: its expected value, same shapes and dtypes.
+        bounds: a tree of the same structure with the bound of every leaf; None asks for
+            equal bits, codes and scales always are.
+
+    Example:
+        >>> trees_close([np.ones(2)], [np.ones(2)])
+    """
+    found, expected = jax.tree.leaves(got), jax.tree.leaves(want)
+    limits = [0] * len(expected) if bounds is None else jax.tree.leaves(bounds)
+    for a, b, limit in zip(found, expected, limits, strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        if bounds is None or a.dtype.itemsize == 1:
+            assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+        else:
+            close_to(a, np.asarray(b), limit)
