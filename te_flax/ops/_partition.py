@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import jax
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from te_flax.ops._dims import Block, Layout, names
 from te_flax.ops._plan import NO_MESH
@@ -91,6 +91,14 @@ class ShardyRule:
         }
 
 
+def _spec(sharding) -> PartitionSpec:
+    """The spec of a sharding; arrays that were never placed on the mesh have none.
+
+    Their program runs on one device, or on copies of the whole.
+    """
+    return getattr(sharding, "spec", PartitionSpec())
+
+
 def _splits(count: int, axis_sizes) -> bool:
     """Whether Shardy would cut an axis to fit a factor, which no spec can express."""
     return any(1 < math.gcd(count, n) < n for n in axis_sizes)
@@ -116,8 +124,8 @@ def partitioned(op: "KernelOp", shapes, maps, attrs, shard, dtypes, axis_sizes, 
     rule = ShardyRule(layout, op.concrete(op.replicated, layout), axis_sizes)
 
     def partition(mesh, args, results):
-        specs = [a.sharding.spec for a in args]
-        wanted = [r.sharding.spec for r in results]
+        specs = [_spec(a.sharding) for a in args]
+        wanted = [_spec(r.sharding) for r in results]
         plan = op.plan(shapes, maps, attrs, specs, wanted, mesh.shape)
 
         def body(*arrays):
