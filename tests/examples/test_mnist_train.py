@@ -52,7 +52,7 @@ def test_a_recipe_from_a_file_and_repeatable_metrics(idx_folder, tmp_path):
     [
         (["--recipe", "fp7"], "preset must be one of .*mxfp8.*, got 'fp7'"),
         (["--recipe", "no/such.toml"], "must be an existing TOML file, got 'no/such"),
-        (["--recipe", "{tmp}/bad.toml"], "bad.toml.*: file must be valid TOML"),
+        (["--recipe", "{tmp}/bad.toml"], "bad.toml.*: file must be valid UTF-8 TOML"),
         (["--recipe", "{tmp}/key.toml"], "key must be one of .*, got 'histry'"),
         (["--data-dir", "{tmp}/nix"], "--data-dir must be a directory, got"),
         (["--data-dir", "{tmp}"], "--data-dir must hold train-images-idx3-ubyte or"),
