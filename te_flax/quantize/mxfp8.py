@@ -2,13 +2,14 @@
 
 import dataclasses
 
+from te_flax.ops._bits import check_format
 from te_flax.ops.mxfp8 import (
     QUANTIZE_MXFP8_COL,
     QUANTIZE_MXFP8_ROW,
     QUANTIZE_MXFP8_ROWCOL,
 )
 from te_flax.quantize.mailbox import reduce_amax
-from te_flax.quantize.quantizer import Quantized, check_format, check_orientations
+from te_flax.quantize.quantizer import Quantized, check_orientations
 from te_flax.quantize.tensor import ScaledTensor
 from te_flax.typing import Array
 
@@ -40,7 +41,7 @@ class MXFP8Quantizer:
 
     def __post_init__(self) -> None:
         """Checks the format."""
-        check_format("MXFP8Quantizer", self.format)
+        check_format("MXFP8Quantizer", "format", self.format)
 
     def __call__(
         self,

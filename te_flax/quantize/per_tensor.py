@@ -5,10 +5,11 @@ import dataclasses
 import jax.numpy as jnp
 
 from te_flax.errors import message
+from te_flax.ops._bits import check_format
 from te_flax.ops.amax import AMAX, AMAX_TO_SCALE
 from te_flax.ops.quantize import QUANTIZE_COL, QUANTIZE_ROW, QUANTIZE_ROWCOL
 from te_flax.quantize.mailbox import reduce_amax
-from te_flax.quantize.quantizer import Quantized, check_format, check_orientations
+from te_flax.quantize.quantizer import Quantized, check_orientations
 from te_flax.quantize.tensor import ScaledTensor
 from te_flax.typing import Array
 
@@ -50,7 +51,7 @@ class TensorQuantizer:
 
     def __post_init__(self) -> None:
         """Checks every field."""
-        check_format("TensorQuantizer", self.format)
+        check_format("TensorQuantizer", "format", self.format)
         if not 0 <= self.margin <= 126:
             rule, remedy = "be >= 0 and <= 126", "use 0 for no margin"
             raise ValueError(

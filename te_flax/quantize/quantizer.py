@@ -5,7 +5,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 from te_flax.errors import message
 from te_flax.quantize.tensor import ScaledTensor
-from te_flax.typing import FP8, Array
+from te_flax.typing import Array
 
 
 class Quantized(NamedTuple):
@@ -87,14 +87,6 @@ class Identity:
             ScaledTensor(data=x, k_ndim=k_ndim) if rowwise else None,
             ScaledTensor(data=x, k_ndim=k_ndim, rowwise=False) if colwise else None,
         )
-
-
-def check_format(where: str, format: str) -> None:
-    """Raises ValueError unless ``format`` names an FP8 format."""
-    if format not in FP8:
-        rule = f"be {' or '.join(FP8)}"
-        remedy = "e5m2 has the wider range, e4m3 the finer steps"
-        raise ValueError(message(where, "format", rule, repr(format), remedy))
 
 
 def check_orientations(where: str, rowwise: bool, colwise: bool) -> None:
