@@ -164,6 +164,9 @@ inline void Transpose(const uint8_t* in, int64_t stride, I* out) {
     for (int i = 0; i < 16; ++i) v[i] = out[i];
   }
 }
+inline void CopyPart(uint8_t* to, const uint8_t* from, int64_t n) {
+  memcpy(to, from, static_cast<size_t>(n));
+}
 inline void StreamI(void* p, I v) { _mm256_stream_si256(static_cast<__m256i*>(p), v); }
 
 }  // namespace

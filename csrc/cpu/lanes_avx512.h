@@ -188,6 +188,11 @@ inline void Transpose(const uint8_t* in, int64_t stride, I* out) {
     for (int i = 0; i < 16; ++i) v[i] = out[i];
   }
 }
+// n < 64 bytes; a call of memcpy costs more than all the rest of a short run.
+inline void CopyPart(uint8_t* to, const uint8_t* from, int64_t n) {
+  const __mmask64 mask = (uint64_t{1} << n) - 1;
+  _mm512_mask_storeu_epi8(to, mask, _mm512_maskz_loadu_epi8(mask, from));
+}
 inline void StreamI(void* p, I v) { _mm512_stream_si512(static_cast<__m512i*>(p), v); }
 
 }  // namespace
