@@ -3,7 +3,8 @@
 ``"x: M.. K.., scale: -> row: M.. K.., row_scale: M.. K../32, amax: 2"`` names every
 operand and result and its dims: ``d`` is one dim, ``G..`` a group of any number of
 dims, ``d/32`` or ``G../32`` one dim with an entry per (partial) block of 32 consecutive
-elements of the flattened group, and an integer a dim of that size.
+elements of the flattened group, ``d+G../32`` the same over ``d`` and the group behind
+it, and an integer a dim of that size.
 """
 
 import dataclasses
@@ -16,7 +17,7 @@ from typing import Any
 from te_flax.errors import message
 from te_flax.typing import Shape
 
-_WORD = re.compile(r"([A-Za-z]+)(\.\.)?(?:/([1-9]\d*))?|(\d+)")
+_WORD = re.compile(r"(?:([A-Za-z]+)\+(?=.*/))?([A-Za-z]+)(\.\.)?(?:/([1-9]\d*))?|(\d+)")
 Maps = tuple[tuple[bool, ...], ...]  # per vmap level that joined no group: the operands
 Dims = tuple["str | int | Block", ...]
 
@@ -29,10 +30,12 @@ class Entry:
     group: bool = False
     block: int = 0
     literal: int | None = None
+    before: str | None = None  # of a block: a dim that is flattened with the group
 
     def __str__(self) -> str:
         dots = ".." if self.group else ""
-        return f"{self.name}{dots}{f'/{self.block}' if self.block else ''}"
+        before = f"{self.before}+" if self.before else ""
+        return f"{before}{self.name}{dots}{f'/{self.block}' if self.block else ''}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,11 +120,11 @@ class Signature:
             found = _WORD.fullmatch(word)
             if not found or word.startswith("map"):
                 raise TypeError(f"{self.op}: {word!r} in {text.strip()!r} is no dim")
-            dim, dots, block, literal = found.groups()
+            before, dim, dots, block, literal = found.groups()
             entries.append(
                 Entry(literal, literal=int(literal))
                 if literal
-                else Entry(dim, bool(dots), int(block or 0))
+                else Entry(dim, bool(dots), int(block or 0), before=before)
             )
         return Array(name.strip(), tuple(entries))
 
@@ -136,7 +139,7 @@ class Signature:
         plain = {e.name for a in self.ins for e in a.entries if not e.block}
         for a in (*self.ins, *self.outs):
             for e in a.entries:
-                if e.literal is None and e.name not in plain:
+                if e.literal is None and not {e.name, e.before or e.name} <= plain:
                     raise TypeError(f"{self.op}: no operand defines {e} of {a.name}")
 
     def position(self, array: Array, group: str, lengths: Mapping[str, int]) -> int:
@@ -191,6 +194,8 @@ class Signature:
             want, why = (e.literal,), ""
         elif e.block:
             who, whole = first[e.name]
+            if e.before:
+                whole = (*first[e.before][1], *whole)
             want = (-(-math.prod(whole) // e.block),)
             why = f" (one per {e.block} of {e.name} = {_short(whole)} of {who})"
         else:
@@ -255,7 +260,8 @@ def _spell(array: Array, lengths: Mapping[str, int]) -> Dims:
         if e.literal is not None:
             dims.append(e.literal)
         elif e.block:
-            dims.append(Block(tuple(one), e.block))
+            before = (e.before,) if e.before else ()
+            dims.append(Block((*before, *one), e.block))
         else:
             dims.extend(one)
     return tuple(dims)

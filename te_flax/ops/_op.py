@@ -112,7 +112,8 @@ class KernelOp:
         object.__setattr__(self, "reduce", self.reduce or (None,) * len(dims.outs))
         operands = {e.name for a in dims.ins for e in a.entries if e.literal is None}
         for array, how in zip(dims.outs, self.reduce, strict=True):
-            lost = operands - {e.name for e in array.entries} - set(self.replicated)
+            kept = {n for e in array.entries for n in (e.name, e.before)}
+            lost = operands - kept - set(self.replicated)
             if lost and not how:
                 raise TypeError(
                     f"{self.name}: result {array.name} lacks {sorted(lost)}; declare "

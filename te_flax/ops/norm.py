@@ -1,0 +1,128 @@
+"""LayerNorm and RMSNorm over ``K..``, forward and backward, with fused quantization."""
+
+import functools
+
+import jax.numpy as jnp
+from jax import lax
+
+from te_flax.errors import message
+from te_flax.ops._fused import Family, variants
+from te_flax.typing import FLOATS, Array
+
+KINDS = ("layernorm", "rmsnorm")
+
+
+def _flat(x: Array, k_ndim: int) -> Array:
+    """float32 [M.., K] with K flattened."""
+    return x.astype(jnp.float32).reshape(*x.shape[: x.ndim - k_ndim], -1)
+
+
+def _sum(x: Array) -> Array:
+    """Sums the last axis over a fixed binary tree: a row's result depends on it only."""
+    n = x.shape[-1]
+    size = 1 << max(0, (n - 1).bit_length())
+    if size != n:
+        zeros = [(0, 0, 0)] * (x.ndim - 1) + [(0, size - n, 0)]
+        x = lax.pad(x, jnp.zeros((), x.dtype), zeros)
+    while size > 1:
+        size //= 2
+        x = x[..., :size] + x[..., size:]
+    return x
+
+
+def _scale(gamma: Array, zero_centered_gamma: bool) -> Array:
+    wide = gamma.astype(jnp.float32).reshape(-1)
+    return wide + 1 if zero_centered_gamma else wide
+
+
+def _check(epsilon: float) -> None:
+    if not 0 <= epsilon < float("inf"):
+        rule, remedy = "be finite and >= 0", "use 1e-6"
+        raise ValueError(message("norm_fwd", "epsilon", rule, epsilon, remedy))
+
+
+def _forward(
+    x: Array,
+    gamma: Array,
+    beta: Array | None = None,
+    *,
+    kind: str,
+    k_ndim: int,
+    epsilon: float,
+    zero_centered_gamma: bool,
+) -> tuple[Array, ...]:
+    """h = (x - mean) * rstd * gamma + beta; mean only for a LayerNorm."""
+    _check(epsilon)
+    wide = _flat(x, k_ndim)
+    share = jnp.float32(1 / wide.shape[-1])
+    mean = ()
+    if kind == "layernorm":
+        mean = (_sum(wide) * share,)
+        wide = wide - mean[0]
+    rstd = lax.rsqrt(_sum(wide * wide) * share + jnp.float32(epsilon))
+    h = wide * rstd * _scale(gamma, zero_centered_gamma)
+    if beta is not None:
+        h = h + beta.astype(jnp.float32).reshape(-1)
+    stats = tuple(s.reshape(x.shape[: x.ndim - k_ndim]) for s in (*mean, rstd))
+    return (h.reshape(x.shape), *stats)
+
+
+def _backward(
+    dy: Array,
+    x: Array,
+    gamma: Array,
+    *stats: Array,
+    kind: str,
+    k_ndim: int,
+    zero_centered_gamma: bool,
+) -> tuple[Array, ...]:
+    """dx = rstd * (g - mean(g) - xhat * mean(g * xhat)), g = dy * gamma."""
+    *mean, rstd = (s[..., None] for s in stats)
+    wide, dh = _flat(x, k_ndim), _flat(dy, k_ndim)
+    share = jnp.float32(1 / wide.shape[-1])
+    if kind == "layernorm":
+        wide = wide - mean[0]
+    normed = wide * rstd
+    g = dh * _scale(gamma, zero_centered_gamma)
+    dx = g - normed * (_sum(g * normed) * share)
+    if kind == "layernorm":
+        dx = dx - _sum(g) * share
+    tokens = tuple(range(dh.ndim - 1))
+    sums = [jnp.sum(dh * normed, tokens)]
+    if kind == "layernorm":
+        sums.append(jnp.sum(dh, tokens))
+    shaped = (s.reshape(gamma.shape) for s in sums)
+    return ((dx * rstd).reshape(x.shape), *shaped)
+
+
+def _declare(kind: str, direction: str) -> Family:
+    layernorm = kind == "layernorm"
+    parameters = {"gamma": "K.."} | ({"beta": "K.."} if layernorm else {})
+    stats = ({"mean": "M.."} if layernorm else {}) | {"rstd": "M.."}
+    sums = {"dgamma": "K.."} | ({"dbeta": "K.."} if layernorm else {})
+    forward = direction == "fwd"
+    operands = (
+        {"x": "M.. K.."} | parameters
+        if forward
+        else {"dy": "M.. K..", "x": "M.. K..", "gamma": "K.."} | stats
+    )
+    attrs = {"zero_centered_gamma": bool} | ({"epsilon": float} if forward else {})
+    values = {"zero_centered_gamma": False} | ({"epsilon": 1e-6} if forward else {})
+    return Family(
+        name=f"norm_{direction}_{kind}",
+        compute=functools.partial(_forward if forward else _backward, kind=kind),
+        operands=operands,
+        extras=stats if forward else sums,
+        summed=() if forward else tuple(sums),
+        attrs=attrs,
+        dtypes={n: (jnp.float32,) if n in stats else FLOATS for n in operands},
+        replicated=("K",),
+        handler=f"norm_{direction}",
+        handler_attrs={"kind": kind},
+        variants=variants(),
+        examples={"ragged": ({}, values)},
+    )
+
+
+NORM_FWD = {kind: _declare(kind, "fwd") for kind in KINDS}
+NORM_BWD = {kind: _declare(kind, "bwd") for kind in KINDS}
