@@ -1,9 +1,9 @@
 """Fused ops: a function h = f(..), rounded once, and its quantized copies in one pass.
 
-A :class:`Family` declares f; each variant is a KernelOp of its own. The meaning of all
-of them is one sentence: h is computed in float32 and rounded once to ``out_dtype``, and
-codes, scales, dbias and amax are those of the quantizers applied to that h. So leaving a
-result away changes no bit of the others.
+A :class:`Family` declares f; each variant is a KernelOp of its own. All of them mean
+one thing: h is computed in float32 and rounded once to ``out_dtype``, and codes, scales,
+dbias and amax are those of the quantizers applied to that h. So leaving a result away
+changes no bit of the others.
 """
 
 import dataclasses
@@ -92,7 +92,7 @@ class Family:
         handler_attrs: fixed attributes for it.
         supports: ``(*avals, **attrs) -> None`` or why the handler cannot serve them.
         variants: the variants that exist.
-        examples: case name -> (shapes, attributes) of small calls, any dtype.
+        examples: case name -> (sizes of single dims, attributes) of small calls.
     """
 
     name: str
@@ -108,7 +108,7 @@ class Family:
     handler_attrs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     supports: Callable[..., str | None] | None = None
     variants: tuple[Variant, ...]
-    examples: Mapping[str, tuple[tuple, Mapping[str, Any]]]
+    examples: Mapping[str, tuple[Mapping[str, int], Mapping[str, Any]]]
     ops: dict[Variant, KernelOp] = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
@@ -292,7 +292,7 @@ def _text(arrays: Mapping[str, str]) -> str:
 
 
 def _cases(family: Family, v: Variant, operands, formats) -> Iterator[Case]:
-    """Small ragged calls; operands after the family's own are sized by the signature."""
+    """Small ragged calls; the signature sizes all operands."""
     sizes = {"M": 250, "K": 328}
     for (name, (fixed, attrs)), dtype in itertools.product(
         family.examples.items(), FLOATS
@@ -307,7 +307,7 @@ def _cases(family: Family, v: Variant, operands, formats) -> Iterator[Case]:
             return -(-int(whole) // int(block or 1))
 
         shapes = tuple(tuple(map(size, dims.split())) for dims in operands.values())
-        own = {n: dtype for n in family.operands if FLOATS == family.dtypes[n]}
+        own = {n: dtype for n in family.operands if family.dtypes[n] == FLOATS}
         own |= {"prev_h": dtype, "prev_row": FP8["e4m3"], "prev_col": FP8["e4m3"]}
         own |= dict.fromkeys(("prev_row_scale", "prev_col_scale"), jnp.uint8)
         yield Case(

@@ -1,8 +1,8 @@
 """Activations, alone and gated, forward and backward, with fused quantization.
 
-``x [M.., A, K..]`` holds one slice per activation of a name such as ``"gelu"`` (A = 1) or
-``"silu,linear"`` (A = 2); h is the product of the activated slices. Every form is free of
-cancellation: no ``1 + tanh`` and no ``1 - sigmoid``.
+``x [M.., A, K..]`` holds one slice per activation of a name such as ``"gelu"`` (A = 1)
+or ``"silu,linear"`` (A = 2); h is the product of the activated slices. Every form is
+free of cancellation: no ``1 + tanh`` and no ``1 - sigmoid``.
 """
 
 import math
@@ -28,7 +28,7 @@ def _sigmoid(u: Array) -> tuple[Array, Array]:
 
 
 def _gated_sigmoid(x: Array, u: Array, du: Array) -> tuple[Array, Array]:
-    """x * sigmoid(u) and its derivative s + x s (1 - s) du."""
+    """Returns x * sigmoid(u) and its derivative s + x s (1 - s) du."""
     s, t = _sigmoid(u)
     return x * s, s + x * s * t * du
 
@@ -125,7 +125,7 @@ def _forward(
     alpha: float,
     offset: float,
 ) -> tuple[Array]:
-    """h = f(x0) or f(x0) * g(x1)."""
+    """Computes h = f(x0) or f(x0) * g(x1)."""
     names = _check("act_fwd", x, activation, k_ndim)
     parts = _slices(x, names, k_ndim, (limit, alpha, offset))
     return (math.prod([value for value, _ in parts[1:]], start=parts[0][0]),)
@@ -141,7 +141,7 @@ def _backward(
     alpha: float,
     offset: float,
 ) -> tuple[Array]:
-    """dx0 = dy f'(x0) g(x1), dx1 = dy f(x0) g'(x1)."""
+    """Computes dx0 = dy f'(x0) g(x1), dx1 = dy f(x0) g'(x1)."""
     names = _check("act_bwd", x, activation, k_ndim)
     parts = _slices(x, names, k_ndim, (limit, alpha, offset))
     dh = dy.astype(jnp.float32)

@@ -18,7 +18,7 @@ def _flat(x: Array, k_ndim: int) -> Array:
 
 
 def _sum(x: Array) -> Array:
-    """Sums the last axis over a fixed binary tree: a row's result depends on it only."""
+    """Sums the last axis over a fixed tree: a row's result depends on it only."""
     n = x.shape[-1]
     size = 1 << max(0, (n - 1).bit_length())
     if size != n:
@@ -51,7 +51,7 @@ def _forward(
     epsilon: float,
     zero_centered_gamma: bool,
 ) -> tuple[Array, ...]:
-    """h = (x - mean) * rstd * gamma + beta; mean only for a LayerNorm."""
+    """Computes h = (x - mean) * rstd * gamma + beta; mean only for a LayerNorm."""
     _check(epsilon)
     wide = _flat(x, k_ndim)
     share = jnp.float32(1 / wide.shape[-1])
@@ -76,7 +76,7 @@ def _backward(
     k_ndim: int,
     zero_centered_gamma: bool,
 ) -> tuple[Array, ...]:
-    """dx = rstd * (g - mean(g) - xhat * mean(g * xhat)), g = dy * gamma."""
+    """Computes dx = rstd * (g - mean(g) - xhat * mean(g * xhat)), g = dy * gamma."""
     *mean, rstd = (s[..., None] for s in stats)
     wide, dh = _flat(x, k_ndim), _flat(dy, k_ndim)
     share = jnp.float32(1 / wide.shape[-1])
