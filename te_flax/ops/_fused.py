@@ -1,7 +1,7 @@
 """Fused ops: a function h = f(..), rounded once, and its quantized copies in one pass.
 
 A :class:`Family` declares f; each variant is a KernelOp of its own. All of them mean
-one thing: h is computed in float32 and rounded once to ``out_dtype``, and codes, scales,
+one thing: h is computed in float32 and rounded once to ``out_dtype``; codes, scales,
 dbias and amax are those of the quantizers applied to that h. So leaving a result away
 changes no bit of the others.
 """
@@ -151,7 +151,7 @@ class Family:
         found = op(*arrays, *scales, *previous, impl=impl, **formats, **attrs)
         named = dict(zip((a.name for a in op.dims.outs), found, strict=True))
         extras = tuple(named.pop(name) for name in self.extras)
-        return Fused(*(named.get(f) for f in Fused._fields[:-1]), extras=extras)
+        return Fused(**{f: named.get(f) for f in Fused._fields} | {"extras": extras})
 
 
 def variants(
