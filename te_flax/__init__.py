@@ -4,9 +4,17 @@ The whole public surface: ``import te_flax as te``.
 """
 
 from te_flax._version import __version__ as __version__
-from te_flax.functional.dense import Amaxes as Amaxes
-from te_flax.functional.dense import DenseConfig as DenseConfig
+from te_flax.functional.config import ActivationConfig as ActivationConfig
+from te_flax.functional.config import Amaxes as Amaxes
+from te_flax.functional.config import DenseConfig as DenseConfig
+from te_flax.functional.config import GemmState as GemmState
+from te_flax.functional.config import NormConfig as NormConfig
 from te_flax.functional.dense import dense as dense
+from te_flax.functional.dense import layernorm_dense as layernorm_dense
+from te_flax.functional.layernorm_mlp import MLPConfig as MLPConfig
+from te_flax.functional.layernorm_mlp import MLPParams as MLPParams
+from te_flax.functional.layernorm_mlp import layernorm_mlp as layernorm_mlp
+from te_flax.functional.lora import Lora as Lora
 from te_flax.layers.dense_general import DenseGeneral as DenseGeneral
 from te_flax.ops._choice import kernels as kernels
 from te_flax.ops._report import kernel_report as kernel_report

@@ -1,7 +1,7 @@
 """Logical axes: names that users give to dims, and the mesh axes they stand for."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from flax.core.spmd import get_logical_axis_rules
@@ -95,6 +95,65 @@ def param_metadata(axes: Axes | None, metadata: Mapping[str, Any]) -> dict[str, 
     return {"out_sharding": tuple(axes), "eager_sharding": eager, **metadata}
 
 
+class Placement(NamedTuple):
+    """What logical axes ask for in one context, as a static argument.
+
+    Attributes:
+        explicit: the part over Explicit mesh axes; None asks for nothing.
+        auto: the part over Auto mesh axes.
+    """
+
+    explicit: PartitionSpec | None = None
+    auto: PartitionSpec | None = None
+
+    def __call__(self, x: Array) -> Array:
+        """Asks for it."""
+        if self.explicit is not None:
+            x = jax.sharding.reshard(x, self.explicit)
+        if self.auto is not None:
+            x = lax.with_sharding_constraint(x, self.auto)
+        return x
+
+
+def placement(axes: Sequence[str | None] | None, ndim: int) -> Placement:
+    """Reads what the logical ``axes`` of an array stand for in this context.
+
+    Args:
+        axes: a logical axis, or None, for each dim; None asks for nothing.
+        ndim: number of dims of the array.
+
+    Returns:
+        Its placement, empty where no mesh is set. Manual axes, and names without a
+        mesh axis, are left out.
+
+    Raises:
+        ValueError: ``axes`` has another length than the array has dims.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if axes is None or mesh.empty:
+        return Placement()
+    if len(axes) != ndim:
+        raise ValueError(
+            message(
+                "constrain",
+                "axes",
+                f"name each of the {ndim} dims of x",
+                tuple(axes),
+                "use None for dims that are not sharded",
+            )
+        )
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+
+    def part(kind: AxisType) -> PartitionSpec | None:
+        names = [
+            tuple(a for a in _tuple(_mesh_axes(axis)) if kinds.get(a) == kind) or None
+            for axis in axes
+        ]
+        return PartitionSpec(*names) if any(names) else None
+
+    return Placement(part(AxisType.Explicit), part(AxisType.Auto))
+
+
 def constrain(x: Array, axes: Sequence[str | None] | None) -> Array:
     """Asks for the sharding that the logical ``axes`` of ``x`` stand for.
 
@@ -103,42 +162,12 @@ def constrain(x: Array, axes: Sequence[str | None] | None) -> Array:
         axes: a logical axis, or None, for each dim; None asks for nothing.
 
     Returns:
-        ``x``; the same array where no mesh is set. Manual axes, and names without a
-        mesh axis, are left out.
+        ``x``; the same array where no mesh is set.
 
     Raises:
         ValueError: ``axes`` has another length than ``x`` has dims.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    if axes is None or mesh.empty:
-        return x
-    if len(axes) != x.ndim:
-        raise ValueError(
-            message(
-                "constrain",
-                "axes",
-                f"name each of the {x.ndim} dims of x",
-                tuple(axes),
-                "use None for dims that are not sharded",
-            )
-        )
-    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    spec = PartitionSpec(
-        *(
-            tuple(a for a in _tuple(_mesh_axes(axis)) if a in kinds) or None
-            for axis in axes
-        )
-    )
-    for kind, place in (
-        (AxisType.Explicit, jax.sharding.reshard),
-        (AxisType.Auto, lax.with_sharding_constraint),
-    ):
-        part = PartitionSpec(
-            *(tuple(a for a in _tuple(s) if kinds[a] == kind) or None for s in spec)
-        )
-        if any(part):
-            x = place(x, part)
-    return x
+    return placement(axes, x.ndim)(x)
 
 
 def _mesh_axes(axis: str | None) -> MeshAxes:

@@ -1,79 +1,15 @@
-"""The dense product y = x . kernel + bias: the place where its two passes meet."""
+"""The dense product y = f(x) . kernel + bias, f the identity or a norm."""
 
-import dataclasses
 import functools
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
-from te_flax.errors import check_float64, message
-from te_flax.ops._op import cotangent_like
-from te_flax.quantize.gemm import gemm
-from te_flax.quantize.mailbox import MAILBOX_SIZE, encode
-from te_flax.quantize.quantizer import Identity, Quantizer
-from te_flax.quantize.tensor import ScaledTensor
-from te_flax.typing import FLOATS, Array
-
-_IDENTITY = Identity()
-
-
-class Amaxes(NamedTuple):
-    """The amax of earlier steps that fixes each operand's scale, float32 ``[]``.
-
-    None in place of one: its scale comes from the array itself.
-
-    Attributes:
-        x: of the input.
-        kernel: of the kernel.
-        dy: of the cotangent.
-
-    Example:
-        >>> Amaxes().dy is None
-        True
-    """
-
-    x: Array | None = None
-    kernel: Array | None = None
-    dy: Array | None = None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DenseConfig:
-    """All that both passes must know before tracing; read once, where it is made.
-
-    Attributes:
-        x: quantizer of the input.
-        kernel: quantizer of the kernel.
-        dy: quantizer of the cotangent.
-        split_accumulator: of the forward, input-gradient and kernel-gradient GEMM.
-        out_dtype: name of y's dtype; None takes x's.
-        precision: of the products of unquantized operands.
-        out_sharding: wanted of y.
-        amax_axes: manual mesh axes over which an amax is the maximum.
-        report_dy: whether amax(dy) leaves through the mailbox's cotangent.
-        impl: kernel rules of every op of both passes.
-
-    Example:
-        >>> import te_flax as te
-        >>> e4m3 = te.TensorQuantizer()
-        >>> e5m2 = te.TensorQuantizer(format="e5m2")
-        >>> config = DenseConfig(x=e4m3, kernel=e4m3, dy=e5m2)
-        >>> te.dense(jnp.ones((2, 3)), jnp.ones((3, 4)), config=config)[0].shape
-        (2, 4)
-    """
-
-    x: Quantizer = _IDENTITY
-    kernel: Quantizer = _IDENTITY
-    dy: Quantizer = _IDENTITY
-    split_accumulator: tuple[bool, bool, bool] = (False, True, True)
-    out_dtype: str | None = None
-    precision: str = "default"
-    out_sharding: PartitionSpec | None = None
-    amax_axes: tuple[str, ...] = ()
-    report_dy: bool = False
-    impl: tuple | None = None
+from te_flax.functional import _core
+from te_flax.functional._checks import check_gemm, check_norm
+from te_flax.functional.config import DenseConfig, GemmState, NormConfig
+from te_flax.quantize.fused import quantize_dbias
+from te_flax.typing import Array
 
 
 def dense(
@@ -83,8 +19,7 @@ def dense(
     *,
     k_ndim: int = 1,
     config: DenseConfig | None = None,
-    amaxes: Amaxes | None = None,
-    mailbox: Array | None = None,
+    state: GemmState | None = None,
 ) -> tuple[Array, tuple[Array | None, Array | None]]:
     """Computes ``y = x . kernel + bias`` with quantized operands in both passes.
 
@@ -97,9 +32,7 @@ def dense(
         bias: ``[*out]`` or None.
         k_ndim: number of dims in ``in``.
         config: quantizers and options; None multiplies unquantized.
-        amaxes: amax of earlier steps under delayed scaling.
-        mailbox: float32 ``[279]``; its cotangent carries amax(dy) out of the backward
-            pass when ``config.report_dy``.
+        state: amaxes of earlier steps, mailbox and key, as the recipe asks.
 
     Returns:
         y ``[*batch, *out]``, and the amax ``[2]`` (largest finite magnitude, non-finite
@@ -116,181 +49,143 @@ def dense(
         >>> y.shape, float(y[0, 0])
         ((2, 4), 4.0)
     """
-    _check(x, kernel, bias, k_ndim, config)
-    if bias is not None:
-        bias = jnp.asarray(bias)
-    config = config or DenseConfig()
-    return _dense(
-        (config, k_ndim),
-        jnp.asarray(x),
-        jnp.asarray(kernel),
-        bias,
-        amaxes or Amaxes(),
-        mailbox,
-    )
+    config, state = config or DenseConfig(), state or GemmState()
+    check_gemm("dense", x, kernel, bias, k_ndim, config)
+    static = _Static(config, None, k_ndim, False)
+    arrays = (_core.array(a) for a in (x, None, None, kernel, bias))
+    y, _, amaxes = _dense(static, *arrays, state)
+    return y, amaxes
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Residuals:
-    """What the backward pass reads: one copy of each operand, in its own orientation.
+def layernorm_dense(
+    x: Array,
+    scale: Array,
+    norm_bias: Array | None,
+    kernel: Array,
+    bias: Array | None = None,
+    *,
+    norm: NormConfig | None = None,
+    config: DenseConfig | None = None,
+    state: GemmState | None = None,
+    return_layernorm_output: bool = False,
+) -> tuple[Array, Array | None, tuple[Array | None, Array | None]]:
+    """Computes ``y = norm(x) . kernel + bias``; the norm writes the quantized operand.
 
-    Under a recipe that is one byte an element plus the scales:
-    ``M K (1 + s) + K N (1 + s)`` with s = 0 (tensor scaling, plus 4 bytes a tensor) or
-    1/32 (MXFP8).
+    Where the recipe's scales are known beforehand or local, the norm's result is never
+    written unquantized.
+
+    Args:
+        x: ``[*batch, in]`` float32, bfloat16 or float16.
+        scale: ``[in]``, gamma of the norm.
+        norm_bias: ``[in]``, beta of a LayerNorm; None for an RMSNorm.
+        kernel: ``[in, *out]``.
+        bias: ``[*out]`` or None.
+        norm: which norm; None is a LayerNorm with epsilon 1e-6.
+        config: quantizers and options; None multiplies unquantized.
+        state: amaxes of earlier steps, mailbox and key, as the recipe asks.
+        return_layernorm_output: whether norm(x) is returned too.
+
+    Returns:
+        y ``[*batch, *out]``, norm(x) or None, and the amax ``[2]`` of norm(x) and of
+        the kernel, None where none was measured.
+
+    Raises:
+        ValueError: ranks or sizes do not match.
+        TypeError: an operand is no float32, bfloat16 or float16 array.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> x, ones = jnp.arange(6.0).reshape(2, 3), jnp.ones(3)
+        >>> layernorm_dense(x, ones, 0 * ones, jnp.ones((3, 4)))[0].shape
+        (2, 4)
     """
+    norm, config = norm or NormConfig(), config or DenseConfig()
+    check_norm("layernorm_dense", norm, x, scale, norm_bias)
+    check_gemm("layernorm_dense", x, kernel, bias, 1, config)
+    static = _Static(config, norm, 1, return_layernorm_output)
+    arrays = (_core.array(a) for a in (x, scale, norm_bias, kernel, bias))
+    return _dense(static, *arrays, state or GemmState())
 
-    x: ScaledTensor
-    kernel: ScaledTensor
-    dy_amax: Array | None
-    types: tuple = dataclasses.field(metadata={"static": True})
+
+class _Static(NamedTuple):
+    """The static argument of both passes."""
+
+    config: DenseConfig
+    norm: NormConfig | None
+    k_ndim: int
+    return_h: bool
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _dense(static, x, kernel, bias, amaxes, mailbox):
+def _dense(static, x, scale, norm_bias, kernel, bias, state):
     """Forward pass alone: only the copies that the forward product reads."""
-    return _forward(static, x, kernel, bias, amaxes, backward=False)[0]
+    arrays = (x, scale, norm_bias, kernel, bias)
+    return _forward(static, *arrays, state, backward=False)[0]
 
 
-def _forward(static, x, kernel, bias, amaxes, *, backward: bool):
-    config, k_ndim = static
-    how = {"amax_axes": config.amax_axes, "impl": config.impl}
-    qx = config.x(
-        x, k_ndim=k_ndim, rowwise=True, colwise=backward, amax=amaxes.x, **how
-    )
-    n_ndim = kernel.ndim - k_ndim
-    qk = config.kernel(
+def _forward(static, x, scale, norm_bias, kernel, bias, state, *, backward: bool):
+    config, norm, k_ndim, return_h = static
+    if norm is None:
+        made = _core.quantize_input(config, x, k_ndim, state, backward=backward)
+    else:
+        made = _core.normalize_input(
+            config, norm, x, scale, norm_bias, state, backward=backward, h=return_h
+        )
+    wide = (norm and norm.out_dtype) or x.dtype
+    y, kernel_amax, saved = _core.multiply(
+        config,
+        made.quantized,
         kernel,
-        k_ndim=n_ndim,
-        rowwise=backward,
-        colwise=True,
-        amax=amaxes.kernel,
-        **how,
+        bias,
+        k_ndim,
+        state,
+        config.out_dtype or wide,
+        backward=backward,
     )
-    y = gemm(
-        qx.rowwise,
-        qk.colwise,
-        contracting_dims=(range(x.ndim - k_ndim, x.ndim), range(k_ndim)),
-        bias=bias,
-        out_dtype=config.out_dtype or x.dtype,
-        split_accumulator=config.split_accumulator[0],
-        precision=config.precision,
-        out_sharding=config.out_sharding,
-        impl=config.impl,
-    )
-    return (y, (qx.amax, qk.amax)), (qx.colwise, qk.rowwise)
+    h = made.h if return_h else None
+    return (y, h, (made.quantized.amax, kernel_amax)), saved, made.extras
 
 
-def _dense_fwd(static, x, kernel, bias, amaxes, mailbox):
-    out, (x_col, kernel_row) = _forward(static, x, kernel, bias, amaxes, backward=True)
-    types = tuple(None if a is None else jax.typeof(a) for a in (x, kernel, bias))
-    mail = None if mailbox is None else jax.typeof(mailbox)
-    return out, Residuals(
-        x=x_col, kernel=kernel_row, dy_amax=amaxes.dy, types=(*types, mail)
-    )
+def _dense_fwd(static, x, scale, norm_bias, kernel, bias, state):
+    arrays = (x, scale, norm_bias, kernel, bias)
+    out, saved, stats = _forward(static, *arrays, state, backward=True)
+    types = tuple(map(_core.type_of, (*arrays, state.mailbox)))
+    kept = (x, scale, stats) if static.norm else None
+    return out, (saved, kept, _core.Types(types))
 
 
-def _dense_bwd(static, res: Residuals, cotangents):
-    config, k_ndim = static
-    dy, _ = cotangents
-    x_type, kernel_type, bias_type, mail_type = res.types
-    n_ndim = kernel_type.ndim - k_ndim
-    tokens = range(dy.ndim - n_ndim)
-    qdy = config.dy(
+def _dense_bwd(static, res, cotangents):
+    config, norm, k_ndim, return_h = static
+    saved, kept, types = res
+    x_type, scale_type, norm_bias_type, kernel_type, bias_type, mail_type = types
+    dy, dh_extra, _ = cotangents
+    made = quantize_dbias(
+        config.dy,
         dy,
-        k_ndim=n_ndim,
+        k_ndim=kernel_type.ndim - k_ndim,
         rowwise=True,
         colwise=True,
-        amax=res.dy_amax,
+        amax=saved.dy_amax,
+        dbias=bias_type is not None,
         amax_axes=config.amax_axes,
+        key=saved.key,
         impl=config.impl,
     )
-    options = {"precision": config.precision, "impl": config.impl}
-    dx = gemm(
-        qdy.rowwise,
-        res.kernel,
-        contracting_dims=(range(len(tokens), dy.ndim), range(k_ndim, kernel_type.ndim)),
-        out_dtype=x_type.dtype,
-        split_accumulator=config.split_accumulator[1],
-        out_sharding=_wanted(x_type),
-        **options,
+    dx, dkernel = _core.gradients(
+        config, saved, made.quantized, k_ndim, x_type, kernel_type
     )
-    dkernel = gemm(
-        res.x,
-        qdy.colwise,
-        contracting_dims=(tokens, tokens),
-        batch_dims=(tokens, tokens),
-        out_dtype=kernel_type.dtype,
-        split_accumulator=config.split_accumulator[2],
-        out_sharding=_wanted(kernel_type),
-        **options,
-    )
-    dbias = mail = None
-    if bias_type is not None:
-        wide = jnp.promote_types(dy.dtype, jnp.float32)
-        dbias = jnp.sum(dy.astype(wide), tuple(tokens))
-        dbias = cotangent_like(dbias, bias_type)
-    if mail_type is not None:
-        mail = jnp.zeros(MAILBOX_SIZE, jnp.float32)
-        if config.report_dy and qdy.amax is not None:
-            mail = encode(qdy.amax)
-        mail = cotangent_like(mail, mail_type)
-    dx = cotangent_like(dx, x_type)
-    return dx, cotangent_like(dkernel, kernel_type), dbias, None, mail
+    dscale = dnorm_bias = None
+    if norm is not None:
+        x, scale, stats = kept
+        dh = _core.add(dx, dh_extra) if return_h else dx
+        dx, dscale, dnorm_bias = _core.norm_gradients(
+            config, norm, dh, x, scale, stats, (x_type, scale_type, norm_bias_type)
+        )
+    dbias = _core.cotangent(made.dbias, bias_type)
+    mail = _core.mail(config, made.quantized.amax, mail_type)
+    nothing = GemmState(None, mail)
+    dx = _core.cotangent(dx, x_type)
+    return dx, dscale, dnorm_bias, dkernel, dbias, nothing
 
 
 _dense.defvjp(_dense_fwd, _dense_bwd)
-
-
-def _wanted(aval) -> PartitionSpec | None:
-    """The sharding that a gradient should arrive in, where the type says it."""
-    spec = aval.sharding.spec
-    return spec if any(s is not None for s in spec) else None
-
-
-def _check(x, kernel, bias, k_ndim: int, config: DenseConfig | None) -> None:
-    check_float64("dense", x=x, kernel=kernel, bias=bias)
-    unquantized = config is None or config.x == config.kernel == _IDENTITY
-    wide = (jnp.float64,) if unquantized else ()
-    for name, array in (("x", x), ("kernel", kernel), ("bias", bias)):
-        if array is not None and array.dtype not in (*FLOATS, *wide):
-            raise TypeError(
-                message(
-                    "dense",
-                    name,
-                    "be float32, bfloat16 or float16",
-                    array.dtype,
-                    "cast it first",
-                )
-            )
-    if kernel.ndim <= k_ndim or x.ndim < k_ndim:
-        raise ValueError(
-            message(
-                "dense",
-                "kernel",
-                f"have {k_ndim} input dims and at least one output dim, x the same "
-                f"{k_ndim} last dims",
-                f"kernel {kernel.shape}, x {x.shape}",
-                "reshape them or pass k_ndim",
-            )
-        )
-    if x.shape[x.ndim - k_ndim :] != kernel.shape[:k_ndim]:
-        raise ValueError(
-            message(
-                "dense",
-                "x",
-                f"end in {kernel.shape[:k_ndim]} like kernel {kernel.shape}",
-                f"shape {x.shape}",
-                "check the contracted features",
-            )
-        )
-    if bias is not None and bias.shape != kernel.shape[k_ndim:]:
-        raise ValueError(
-            message(
-                "dense",
-                "bias",
-                f"have shape {kernel.shape[k_ndim:]}",
-                f"shape {bias.shape}",
-                "one bias for each output feature",
-            )
-        )

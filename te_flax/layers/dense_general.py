@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from te_flax import sharding
 from te_flax.errors import check_float64, message
-from te_flax.functional.dense import DenseConfig, dense
+from te_flax.functional.dense import dense
 from te_flax.layers import _arguments, _fp8
 from te_flax.layers._params import init_param
 from te_flax.ops._choice import current as current_kernels
@@ -174,25 +174,17 @@ class DenseGeneral(nnx.Module):
             "out_sharding": out_sharding,
             "impl": current_kernels(),
         }
-        k_ndim = len(self.axis)
-        if recipe is None:
-            config = DenseConfig(**common)
-            return dense(px, pkernel, pbias, k_ndim=k_ndim, config=config)[0]
         # A cast that only widens is exact: quantize the narrow array.
-        if jnp.promote_types(x.dtype, px.dtype) != px.dtype:
-            x = px
-        amaxes, mailbox = _fp8.read(recipe, self.fp8)
-        y, (x_amax, kernel_amax) = dense(
-            x,
-            kernel,
+        narrow = recipe and jnp.promote_types(x.dtype, px.dtype) == px.dtype
+        y, amaxes = dense(
+            x if narrow else px,
+            kernel if recipe else pkernel,
             pbias,
-            k_ndim=k_ndim,
-            config=DenseConfig(**_fp8.static_fields(recipe, self.fp8), **common),
-            amaxes=amaxes,
-            mailbox=mailbox,
+            k_ndim=len(self.axis),
+            config=_fp8.gemm_config(recipe, self.fp8, **common),
+            state=_fp8.gemm_state(recipe, self.fp8),
         )
-        if amaxes is not None and x_amax is not None and kernel_amax is not None:
-            self.fp8.push(x_amax, kernel_amax)
+        _fp8.record(recipe, self.fp8, amaxes)
         return y
 
     def _contracted_last(self, x: Array) -> Array:

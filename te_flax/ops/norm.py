@@ -13,8 +13,9 @@ KINDS = ("layernorm", "rmsnorm")
 
 
 def _flat(x: Array, k_ndim: int) -> Array:
-    """float32 [M.., K] with K flattened."""
-    return x.astype(jnp.float32).reshape(*x.shape[: x.ndim - k_ndim], -1)
+    """[M.., K] in float32 (float64 stays) with K flattened."""
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    return x.astype(wide).reshape(*x.shape[: x.ndim - k_ndim], -1)
 
 
 def _sum(x: Array) -> Array:
@@ -31,7 +32,7 @@ def _sum(x: Array) -> Array:
 
 
 def _scale(gamma: Array, zero_centered_gamma: bool) -> Array:
-    wide = gamma.astype(jnp.float32).reshape(-1)
+    wide = gamma.astype(jnp.promote_types(gamma.dtype, jnp.float32)).reshape(-1)
     return wide + 1 if zero_centered_gamma else wide
 
 
@@ -54,15 +55,15 @@ def _forward(
     """Computes h = (x - mean) * rstd * gamma + beta; mean only for a LayerNorm."""
     _check(epsilon)
     wide = _flat(x, k_ndim)
-    share = jnp.float32(1 / wide.shape[-1])
+    share = jnp.asarray(1 / wide.shape[-1], wide.dtype)
     mean = ()
     if kind == "layernorm":
         mean = (_sum(wide) * share,)
         wide = wide - mean[0]
-    rstd = lax.rsqrt(_sum(wide * wide) * share + jnp.float32(epsilon))
+    rstd = lax.rsqrt(_sum(wide * wide) * share + jnp.asarray(epsilon, wide.dtype))
     h = wide * rstd * _scale(gamma, zero_centered_gamma)
     if beta is not None:
-        h = h + beta.astype(jnp.float32).reshape(-1)
+        h = h + beta.astype(h.dtype).reshape(-1)
     stats = tuple(s.reshape(x.shape[: x.ndim - k_ndim]) for s in (*mean, rstd))
     return (h.reshape(x.shape), *stats)
 
@@ -79,7 +80,7 @@ def _backward(
     """Computes dx = rstd * (g - mean(g) - xhat * mean(g * xhat)), g = dy * gamma."""
     *mean, rstd = (s[..., None] for s in stats)
     wide, dh = _flat(x, k_ndim), _flat(dy, k_ndim)
-    share = jnp.float32(1 / wide.shape[-1])
+    share = jnp.asarray(1 / wide.shape[-1], wide.dtype)
     if kind == "layernorm":
         wide = wide - mean[0]
     normed = wide * rstd

@@ -74,21 +74,24 @@ class MXFP8Quantizer:
                 x, col_format=self.format, k_ndim=k_ndim, impl=impl
             )
 
-        def copy(data, scale, rowwise: bool) -> ScaledTensor | None:
-            return (
-                data
-                if data is None
-                else ScaledTensor(
-                    data=data,
-                    scale=scale,
-                    scaling="mxfp8",
-                    rowwise=rowwise,
-                    k_ndim=k_ndim,
-                    format=self.format,
-                )
-            )
-
         measured = reduce_amax(measured, amax_axes)
         return Quantized(
-            copy(row, row_scale, True), copy(col, col_scale, False), measured
+            self.tensor(row, row_scale, True, k_ndim),
+            self.tensor(col, col_scale, False, k_ndim),
+            measured,
+        )
+
+    def tensor(
+        self, data: Array | None, scale: Array | None, rowwise: bool, k_ndim: int
+    ) -> ScaledTensor | None:
+        """Wraps the codes of one copy; None stays None."""
+        if data is None:
+            return None
+        return ScaledTensor(
+            data=data,
+            scale=scale,
+            scaling="mxfp8",
+            rowwise=rowwise,
+            k_ndim=k_ndim,
+            format=self.format,
         )

@@ -80,14 +80,7 @@ class TensorQuantizer:
         if amax is None:
             measured = reduce_amax(AMAX(x, impl=impl)[0], amax_axes)
             amax = measured[0]
-        scale, scale_inv = AMAX_TO_SCALE(
-            amax,
-            format=self.format,
-            margin=self.margin,
-            power_of_2=self.power_of_2,
-            epsilon=self.epsilon,
-            impl=impl,
-        )
+        scale, scale_inv = self.scale(amax, impl=impl)
         row = col = None
         if rowwise and colwise:
             row, col, found = QUANTIZE_ROWCOL(
@@ -109,19 +102,36 @@ class TensorQuantizer:
         if measured is None:
             measured = reduce_amax(found, amax_axes)
 
-        def copy(data: Array | None, rowwise: bool) -> ScaledTensor | None:
-            return (
-                data
-                if data is None
-                else ScaledTensor(
-                    data=data,
-                    scale=scale_inv,
-                    scaling="tensor",
-                    rowwise=rowwise,
-                    transposed=not rowwise,
-                    k_ndim=k_ndim,
-                    format=self.format,
-                )
-            )
+        return Quantized(
+            self.tensor(row, scale_inv, True, k_ndim),
+            self.tensor(col, scale_inv, False, k_ndim),
+            measured,
+        )
 
-        return Quantized(copy(row, True), copy(col, False), measured)
+    def scale(self, amax: Array, *, impl: tuple | None = None) -> tuple[Array, Array]:
+        """The factor of x and its inverse, float32 ``[]``, that an amax asks for."""
+        scale, scale_inv = AMAX_TO_SCALE(
+            amax,
+            format=self.format,
+            margin=self.margin,
+            power_of_2=self.power_of_2,
+            epsilon=self.epsilon,
+            impl=impl,
+        )
+        return scale, scale_inv
+
+    def tensor(
+        self, data: Array | None, scale_inv: Array, rowwise: bool, k_ndim: int
+    ) -> ScaledTensor | None:
+        """Wraps the codes of one copy, the colwise one transposed; None stays None."""
+        if data is None:
+            return None
+        return ScaledTensor(
+            data=data,
+            scale=scale_inv,
+            scaling="tensor",
+            rowwise=rowwise,
+            transposed=not rowwise,
+            k_ndim=k_ndim,
+            format=self.format,
+        )

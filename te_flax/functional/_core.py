@@ -1,0 +1,273 @@
+"""The passes around one GEMM that all functionals share.
+
+Forward: an operand, straight from x or through a norm or an activation, times the
+kernel. Backward: one quantized dy, read by the two gradient GEMMs.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
+
+from te_flax.functional.config import (
+    IDENTITY,
+    DenseConfig,
+    GemmState,
+    NormConfig,
+)
+from te_flax.ops._op import cotangent_like
+from te_flax.ops.norm import NORM_BWD, NORM_FWD
+from te_flax.quantize.fused import Produced, produce
+from te_flax.quantize.gemm import gemm
+from te_flax.quantize.mailbox import MAILBOX_SIZE, encode
+from te_flax.quantize.quantizer import Quantized
+from te_flax.quantize.tensor import ScaledTensor
+from te_flax.typing import Array
+
+
+@jax.tree_util.register_static
+class Types(tuple):
+    """Types of the operands, static among the residuals."""
+
+
+class GemmResiduals(NamedTuple):
+    """What the backward pass of one GEMM reads: one copy of each operand.
+
+    Under a recipe that is one byte an element plus the scales:
+    ``M K (1 + s) + K N (1 + s)`` with s = 0 (tensor scaling, plus 4 bytes a tensor) or
+    1/32 (MXFP8).
+    """
+
+    x: ScaledTensor
+    kernel: ScaledTensor
+    dy_amax: Array | None
+    key: Array | None
+
+
+def quantize_input(
+    config: DenseConfig, x: Array, k_ndim: int, state: GemmState, *, backward: bool
+) -> Produced:
+    """Quantizes x itself."""
+    copies = config.x(
+        x,
+        k_ndim=k_ndim,
+        rowwise=True,
+        colwise=backward,
+        amax=state.amaxes.x,
+        amax_axes=config.amax_axes,
+        impl=config.impl,
+    )
+    return Produced(copies, None, None, ())
+
+
+def normalize_input(
+    config: DenseConfig,
+    norm: NormConfig | None,
+    x: Array,
+    scale: Array | None,
+    bias: Array | None,
+    state: GemmState,
+    *,
+    backward: bool,
+    h: bool,
+) -> Produced:
+    """Quantizes the norm of x over its last dim, or x itself without a norm."""
+    if norm is None:
+        made = quantize_input(config, x, 1, state, backward=backward)
+        return made._replace(h=x)
+    parameters = (scale,) if norm.kind == "rmsnorm" else (scale, bias)
+    return produce(
+        config.x,
+        NORM_FWD[norm.kind],
+        x,
+        *(jnp.asarray(p) for p in parameters),
+        k_ndim=1,
+        rowwise=True,
+        colwise=backward,
+        amax=state.amaxes.x,
+        h=h,
+        out_dtype=norm.out_dtype or x.dtype.name,
+        amax_axes=config.amax_axes,
+        impl=config.impl,
+        epsilon=norm.epsilon,
+        zero_centered_gamma=norm.zero_centered_gamma,
+    )
+
+
+def multiply(
+    config: DenseConfig,
+    x: Quantized,
+    kernel: Array,
+    bias: Array | None,
+    k_ndim: int,
+    state: GemmState,
+    out_dtype: str,
+    *,
+    backward: bool,
+) -> tuple[Array, Array | None, GemmResiduals | None]:
+    """Computes ``y = x . kernel + bias``.
+
+    Returns:
+        y, the kernel's amax where it was measured, and the copies for the backward
+        pass if there is one.
+    """
+    n_ndim = kernel.ndim - k_ndim
+    copies = state.kernel and Quantized(*state.kernel)
+    if not copies:
+        copies = config.kernel(
+            kernel,
+            k_ndim=n_ndim,
+            rowwise=backward,
+            colwise=True,
+            amax=state.amaxes.kernel,
+            amax_axes=config.amax_axes,
+            impl=config.impl,
+        )
+    rowwise = _named(config, _placed(config, x.rowwise))
+    ndim = rowwise.ndim
+    y = gemm(
+        rowwise,
+        _named(config, copies.colwise),
+        contracting_dims=(range(ndim - k_ndim, ndim), range(k_ndim)),
+        bias=bias,
+        out_dtype=out_dtype,
+        split_accumulator=config.split_accumulator[0],
+        precision=config.precision,
+        out_sharding=config.out_sharding,
+        impl=config.impl,
+    )
+    if not backward:
+        return y, copies.amax, None
+    saved = GemmResiduals(
+        _named(config, x.colwise),
+        _named(config, copies.rowwise),
+        state.amaxes.dy,
+        state.key,
+    )
+    return y, copies.amax, saved
+
+
+def gradients(
+    config: DenseConfig, res: GemmResiduals, dy: Quantized, k_ndim: int, x_type, k_type
+) -> tuple[Array, Array]:
+    """Computes ``dx = dy . kernel^T`` and ``dkernel = x^T . dy`` from one dy."""
+    rowwise, colwise = cast(ScaledTensor, dy.rowwise), cast(ScaledTensor, dy.colwise)
+    options: dict[str, Any] = {"precision": config.precision, "impl": config.impl}
+    ndim = rowwise.ndim
+    tokens = range(ndim - (k_type.ndim - k_ndim))
+    dx = gemm(
+        rowwise,
+        res.kernel,
+        contracting_dims=(range(len(tokens), ndim), range(k_ndim, k_type.ndim)),
+        out_dtype=x_type.dtype,
+        split_accumulator=config.split_accumulator[1],
+        out_sharding=wanted(x_type),
+        **options,
+    )
+    dkernel = gemm(
+        res.x,
+        colwise,
+        contracting_dims=(tokens, tokens),
+        batch_dims=(tokens, tokens),
+        out_dtype=k_type.dtype,
+        split_accumulator=config.split_accumulator[2],
+        out_sharding=wanted(k_type),
+        **options,
+    )
+    return dx, cotangent_like(dkernel, k_type)
+
+
+def norm_gradients(
+    config: DenseConfig,
+    norm: NormConfig,
+    dh: Array,
+    x: Array,
+    scale: Array,
+    stats: tuple[Array, ...],
+    types: tuple,
+) -> tuple[Array, Array, Array | None]:
+    """Computes the gradients of x and of the norm's parameters.
+
+    Args:
+        config: of the GEMM that the norm feeds; its kernel rules count.
+        norm: the norm.
+        dh: cotangent of its result.
+        x: its input.
+        scale: its gamma.
+        stats: what the forward pass returned.
+        types: of x, gamma and beta (None without).
+    """
+    made = produce(
+        IDENTITY,
+        NORM_BWD[norm.kind],
+        dh,
+        x,
+        scale,
+        *stats,
+        k_ndim=1,
+        rowwise=True,
+        colwise=False,
+        out_dtype=x.dtype.name,
+        impl=config.impl,
+        zero_centered_gamma=norm.zero_centered_gamma,
+    )
+    x_type, scale_type, bias_type = types
+    dx = cotangent_like(made.h, x_type)
+    dscale = cotangent_like(made.extras[0], scale_type)
+    if bias_type is None:
+        return dx, dscale, None
+    return dx, dscale, cotangent_like(made.extras[1], bias_type)
+
+
+def mail(config: DenseConfig, amax: Array | None, mail_type) -> Array | None:
+    """The mailbox's cotangent: amax(dy) where it is reported, else zeros."""
+    if mail_type is None:
+        return None
+    letter = jnp.zeros(MAILBOX_SIZE, jnp.float32)
+    if config.report_dy and amax is not None:
+        letter = encode(amax)
+    return cotangent_like(letter, mail_type)
+
+
+def add(a: Array, b: Array) -> Array:
+    """Adds two cotangents in the wider of their dtypes."""
+    dtype = jnp.promote_types(a.dtype, b.dtype)
+    return a.astype(dtype) + b.astype(dtype)
+
+
+def cotangent(ct: Array | None, primal: Any) -> Array | None:
+    """A cotangent with the type of its primal (or of that type); None stays None."""
+    return None if primal is None or ct is None else cotangent_like(ct, primal)
+
+
+def array(x: Array | None) -> Array | None:
+    """A JAX array; None stays None."""
+    return None if x is None else jnp.asarray(x)
+
+
+def type_of(x: Array | None) -> Any:
+    """The type that a cotangent of ``x`` must have; None stays None."""
+    return None if x is None else jax.typeof(x)
+
+
+def wanted(aval) -> PartitionSpec | None:
+    """The sharding that a gradient should arrive in, where the type says it."""
+    spec = aval.sharding.spec
+    return spec if any(s is not None for s in spec) else None
+
+
+def _placed(config: DenseConfig, x: ScaledTensor | None) -> ScaledTensor:
+    """The rowwise copy where the GEMM wants it: codes travel, not what they encode."""
+    x = cast(ScaledTensor, x)
+    return dataclasses.replace(x, data=config.operand(x.data))
+
+
+def _named(config: DenseConfig, x: ScaledTensor | None) -> ScaledTensor:
+    """The copy under the name that checkpoint policies know."""
+    x = cast(ScaledTensor, x)
+    if x.scaling == "none":
+        return x
+    return jax.tree.map(lambda a: checkpoint_name(a, config.checkpoint_name), x)

@@ -1,0 +1,187 @@
+"""A function's result as the quantized operand of a GEMM, in as few passes as go."""
+
+from typing import Any, NamedTuple, cast
+
+import jax.numpy as jnp
+
+from te_flax.ops._fused import Family, Variant
+from te_flax.ops.activation import QUANTIZE_DBIAS
+from te_flax.ops.amax import AMAX
+from te_flax.quantize.mailbox import reduce_amax
+from te_flax.quantize.mxfp8 import MXFP8Quantizer
+from te_flax.quantize.per_tensor import TensorQuantizer
+from te_flax.quantize.quantizer import Quantized, Quantizer
+from te_flax.typing import Array
+
+
+class Produced(NamedTuple):
+    """What :func:`produce` returns.
+
+    Attributes:
+        quantized: the copies asked for, and the amax where it was measured.
+        h: the function's result itself, where asked for.
+        dbias: its sum over the tokens, float32 ``[K..]``, where asked for.
+        extras: the family's own results.
+    """
+
+    quantized: Quantized
+    h: Array | None
+    dbias: Array | None
+    extras: tuple[Array, ...]
+
+
+def produce(
+    quantizer: Quantizer,
+    family: Family,
+    *arrays: Array,
+    k_ndim: int,
+    rowwise: bool,
+    colwise: bool,
+    out_dtype: str,
+    amax: Array | None = None,
+    h: bool = False,
+    dbias: bool = False,
+    amax_axes: tuple[str, ...] = (),
+    key: Array | None = None,
+    impl: tuple | None = None,
+    **attrs: Any,
+) -> Produced:
+    """Runs a function and quantizes its result.
+
+    One pass where the scales are known beforehand (delayed scaling) or local (MXFP8);
+    current scaling takes the amax from the function's pass and reads h once more;
+    other quantizers read h.
+
+    Args:
+        quantizer: of the result.
+        family: the function.
+        *arrays: its operands.
+        k_ndim: number of dims in its ``K..``.
+        rowwise: whether the copy to contract over ``K..`` is needed.
+        colwise: whether the copy to contract over the tokens is needed.
+        out_dtype: that h is rounded to.
+        amax: float32 ``[]`` that fixes the scale; None measures h.
+        h: whether h itself is needed.
+        dbias: whether its sum over the tokens is.
+        amax_axes: manual mesh axes over which an amax is the maximum.
+        key: random key of a quantizer that rounds stochastically.
+        impl: kernel rules; None reads the context.
+        **attrs: attributes of the function.
+
+    Returns:
+        The copies and what else was asked for.
+    """
+    call = {"k_ndim": k_ndim, "out_dtype": out_dtype, "impl": impl, **attrs}
+    whole = k_ndim + bool(family.dim)
+    copies = ("row",) * rowwise + ("col",) * colwise
+    if isinstance(quantizer, MXFP8Quantizer):
+        v = Variant("mxfp8", copies, h, dbias)
+        made = family(v, *arrays, format=quantizer.format, **call)
+        measured = reduce_amax(made.amax, amax_axes)
+        row = quantizer.tensor(made.row, made.row_scale, True, whole)
+        col = quantizer.tensor(made.col, made.col_scale, False, whole)
+    elif isinstance(quantizer, TensorQuantizer) and amax is not None:
+        scale, scale_inv = quantizer.scale(amax, impl=impl)
+        v = Variant("tensor", copies, h, dbias)
+        made = family(v, *arrays, scale=scale, format=quantizer.format, **call)
+        measured = reduce_amax(made.amax, amax_axes)
+        row = quantizer.tensor(made.row, scale_inv, True, whole)
+        col = quantizer.tensor(made.col, scale_inv, False, whole)
+    else:
+        return _apart(
+            quantizer,
+            family,
+            *arrays,
+            how={"rowwise": rowwise, "colwise": colwise, "k_ndim": whole}
+            | ({} if key is None else {"key": key}),
+            dbias=dbias,
+            amax_axes=amax_axes,
+            **call,
+        )
+    return Produced(Quantized(row, col, measured), made.h, made.dbias, made.extras)
+
+
+def _apart(
+    quantizer: Quantizer,
+    family: Family,
+    *arrays: Array,
+    how: dict[str, Any],
+    dbias: bool,
+    amax_axes: tuple[str, ...],
+    impl: tuple | None,
+    **call: Any,
+) -> Produced:
+    """The function first, then the quantizer reads its result."""
+    if any(a.dtype == jnp.float64 for a in arrays):  # plain JAX: layers without recipe
+        call.pop("out_dtype")
+        h, *extras = family.compute(*arrays, **call)
+        sums = token_sum(h, how["k_ndim"]) if dbias else None
+        return Produced(quantizer(h, **how), h, sums, tuple(extras))
+    made = family(Variant(dbias=dbias), *arrays, impl=impl, **call)
+    measured = None
+    if isinstance(quantizer, TensorQuantizer):
+        measured = reduce_amax(made.amax, amax_axes)
+        how = how | {"amax": measured[0]}
+    copies = quantizer(cast(Array, made.h), amax_axes=amax_axes, impl=impl, **how)
+    if measured is not None:
+        copies = copies._replace(amax=measured)
+    return Produced(copies, made.h, made.dbias, made.extras)
+
+
+def quantize_dbias(
+    quantizer: Quantizer,
+    x: Array,
+    *,
+    k_ndim: int,
+    rowwise: bool,
+    colwise: bool,
+    amax: Array | None = None,
+    dbias: bool = True,
+    amax_axes: tuple[str, ...] = (),
+    key: Array | None = None,
+    impl: tuple | None = None,
+) -> Produced:
+    """Quantizes ``x`` and sums it over the tokens, in one pass where that exists.
+
+    Args:
+        quantizer: of ``x``.
+        x: ``[M.., K..]``.
+        k_ndim: number of dims in ``K..``.
+        rowwise: whether the copy to contract over ``K..`` is needed.
+        colwise: whether the copy to contract over the tokens is needed.
+        amax: float32 ``[]`` that fixes the scale; None measures ``x``.
+        dbias: whether the sum is needed.
+        amax_axes: manual mesh axes over which an amax is the maximum.
+        key: random key of a quantizer that rounds stochastically.
+        impl: kernel rules; None reads the context.
+
+    Returns:
+        The copies and the sum; ``h`` is ``x``.
+    """
+    how: dict[str, Any] = {
+        "k_ndim": k_ndim,
+        "rowwise": rowwise,
+        "colwise": colwise,
+        "amax_axes": amax_axes,
+        "impl": impl,
+    }
+    if dbias and isinstance(quantizer, TensorQuantizer | MXFP8Quantizer):
+        measured = None
+        if amax is None and isinstance(quantizer, TensorQuantizer):
+            measured = reduce_amax(AMAX(x, impl=impl)[0], amax_axes)
+            amax = measured[0]
+        out = {"out_dtype": x.dtype.name, "amax": amax, "dbias": True}
+        made = produce(quantizer, QUANTIZE_DBIAS, x, **how, **out)
+        if measured is not None:
+            made = made._replace(quantized=made.quantized._replace(amax=measured))
+        return made._replace(h=x)
+    if key is not None:
+        how["key"] = key
+    sums = token_sum(x, k_ndim) if dbias else None
+    return Produced(quantizer(x, amax=amax, **how), x, sums, ())
+
+
+def token_sum(x: Array, k_ndim: int) -> Array:
+    """Sums over the leading dims, in float32 at least."""
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    return jnp.sum(x.astype(wide), tuple(range(x.ndim - k_ndim)))
