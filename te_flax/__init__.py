@@ -4,6 +4,7 @@ The whole public surface: ``import te_flax as te``.
 """
 
 from te_flax._version import __version__ as __version__
+from te_flax.functional.activation import activation as activation
 from te_flax.functional.config import ActivationConfig as ActivationConfig
 from te_flax.functional.config import Amaxes as Amaxes
 from te_flax.functional.config import DenseConfig as DenseConfig
@@ -15,7 +16,14 @@ from te_flax.functional.layernorm_mlp import MLPConfig as MLPConfig
 from te_flax.functional.layernorm_mlp import MLPParams as MLPParams
 from te_flax.functional.layernorm_mlp import layernorm_mlp as layernorm_mlp
 from te_flax.functional.lora import Lora as Lora
+from te_flax.functional.norm import norm as norm
 from te_flax.layers.dense_general import DenseGeneral as DenseGeneral
+from te_flax.layers.layer_norm_dense_general import (
+    LayerNormDenseGeneral as LayerNormDenseGeneral,
+)
+from te_flax.layers.layer_norm_mlp import LayerNormMLP as LayerNormMLP
+from te_flax.layers.norm import LayerNorm as LayerNorm
+from te_flax.layers.norm import RMSNorm as RMSNorm
 from te_flax.ops._choice import kernels as kernels
 from te_flax.ops._report import kernel_report as kernel_report
 from te_flax.quantize.gemm import gemm as gemm

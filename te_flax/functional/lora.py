@@ -12,7 +12,7 @@ class Lora(NamedTuple):
     """The two factors.
 
     Attributes:
-        a: ``[in, rank]``.
+        a: ``[*in, rank]``.
         b: ``[rank, *out]``.
 
     Example:
@@ -28,8 +28,8 @@ def low_rank(x: Array, lora: Lora, scale: float) -> Array:
     """Computes ``scale * (x . a) . b``.
 
     Args:
-        x: ``[*batch, in]``.
-        lora: factors ``[in, rank]`` and ``[rank, *out]``.
+        x: ``[*batch, *in]``.
+        lora: factors ``[*in, rank]`` and ``[rank, *out]``.
         scale: alpha / rank.
 
     Returns:
@@ -43,8 +43,9 @@ def low_rank(x: Array, lora: Lora, scale: float) -> Array:
     Source: Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models"
     (arXiv:2106.09685), equation 3.
     """
-    dims = (((x.ndim - 1,), (0,)), ((), ()))
-    narrow = lax.dot_general(x, lora.a.astype(x.dtype), dims)
-    return lax.dot_general(narrow, lora.b.astype(x.dtype), dims) * jnp.asarray(
-        scale, x.dtype
-    )
+    n = lora.a.ndim - 1
+    contract = (tuple(range(x.ndim - n, x.ndim)), tuple(range(n)))
+    narrow = lax.dot_general(x, lora.a.astype(x.dtype), (contract, ((), ())))
+    contract = ((narrow.ndim - 1,), (0,))
+    wide = lax.dot_general(narrow, lora.b.astype(x.dtype), (contract, ((), ())))
+    return wide * jnp.asarray(scale, x.dtype)

@@ -1,13 +1,14 @@
 """Checks of what layers are constructed with."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from te_flax.errors import message
-from te_flax.typing import FLOATS
+from te_flax.errors import check_float64, message
+from te_flax.typing import FLOATS, Axes
 
 
 def features(where: str, **named: int | Sequence[int]) -> list[tuple[int, ...]]:
@@ -54,6 +55,67 @@ def precision(where: str, value: Any) -> str:
         remedy = "use one of them, or jax.lax.Precision"
         raise ValueError(message(where, "precision", rule, repr(value), remedy))
     return name
+
+
+def number(
+    where: str, name: str, value: Any, low: float, high: float, remedy: str
+) -> float:
+    """Returns a float of [low, high), or raises ValueError."""
+    ok = isinstance(value, int | float | np.number) and not isinstance(value, bool)
+    if not ok or not low <= value < high:
+        rule = f"be a finite number >= {low:g}" + (
+            "" if high == math.inf else f" and < {high:g}"
+        )
+        raise ValueError(message(where, name, rule, repr(value), remedy))
+    return float(value)
+
+
+def epsilon(where: str, value: Any) -> float:
+    """Returns the epsilon of a norm, or raises ValueError."""
+    return number(where, "epsilon", value, 0, math.inf, "use 1e-6")
+
+
+def choice(where: str, name: str, value: Any, choices: Sequence[str]) -> str:
+    """Returns one of the strings, or raises ValueError."""
+    if value not in choices:
+        rule = f"be one of {', '.join(map(repr, choices))}"
+        raise ValueError(message(where, name, rule, repr(value), "choose one of these"))
+    return value
+
+
+def float_array(where: str, x: Any) -> Any:
+    """Returns x as a JAX array, or raises TypeError unless it holds floats."""
+    check_float64(where, x=x)
+    dtype = getattr(x, "dtype", None)
+    if dtype not in (*FLOATS, jnp.float64):
+        got = type(x).__name__ if dtype is None else dtype
+        rule = "be a float32, bfloat16 or float16 array"
+        raise TypeError(message(where, "x", rule, got, "cast it first"))
+    return jnp.asarray(x)
+
+
+def check_last(where: str, x: Any, features: int, name: str) -> None:
+    """Raises ValueError unless the last axis of x holds the features."""
+    if x.ndim < 1 or x.shape[-1] != features:
+        rule = f"hold {name} {features} in its last axis"
+        remedy = f"change {name} or the input"
+        raise ValueError(message(where, "x", rule, f"shape {x.shape}", remedy))
+
+
+def input_axes(
+    where: str, axes: Axes | None, ndim: int, transposed: bool, name="input_axes"
+) -> Axes | None:
+    """The logical axes of x in its own order, after checking their number.
+
+    They are given in batch-first order and turned round for sequence-first inputs.
+    """
+    if axes is not None and len(axes) != ndim:
+        rule = f"name each of the {ndim} dims of x"
+        remedy = "use None for dims that are not sharded"
+        raise ValueError(message(where, name, rule, axes, remedy))
+    if axes is None or not transposed or ndim < 2:
+        return axes
+    return (axes[1], axes[0], *axes[2:])
 
 
 def _ints(value: Any) -> tuple[int, ...] | None:

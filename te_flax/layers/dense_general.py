@@ -12,18 +12,16 @@ from flax.nnx.nn import dtypes
 from jax.sharding import NamedSharding, PartitionSpec
 
 from te_flax import sharding
-from te_flax.errors import check_float64, message
-from te_flax.functional.dense import dense
-from te_flax.layers import _arguments, _fp8
+from te_flax.errors import message
+from te_flax.layers import _arguments, _gemm
 from te_flax.layers._params import init_param
-from te_flax.ops._choice import current as current_kernels
 from te_flax.recipe.base import Recipe
-from te_flax.recipe.context import check_recipe, resolve
+from te_flax.recipe.context import check_recipe
 from te_flax.recipe.state import Fp8State
-from te_flax.typing import FLOATS, Array, Axes, Initializer
+from te_flax.typing import Array, Axes, Initializer
 
 DEFAULT_KERNEL_INIT = nnx.initializers.lecun_normal()
-DEFAULT_BIAS_INIT = nnx.initializers.zeros_init()
+ZEROS = nnx.initializers.zeros_init()
 
 
 class DenseGeneral(nnx.Module):
@@ -52,6 +50,11 @@ class DenseGeneral(nnx.Module):
         input_axes: a logical axis, or None, for each dim of the input.
         transpose_batch_sequence: whether inputs are ``[sequence, batch, ...]``;
             ``input_axes`` stays in batch-first order and is turned round.
+        enable_low_rank_adaptation: whether ``scale * (x . lora_a) . lora_b`` is added.
+        low_rank_adaptation_dim: its rank, >= 1.
+        low_rank_adaptation_alpha: its scale is alpha / rank; None is a scale of 1.
+        quantization_checkpoint_name: of the quantized copies, for the policies of
+            ``jax.checkpoint``; None is "te_quantized".
         recipe: beats the recipe of :func:`te_flax.autocast`; None follows it;
             ``te_flax.HIGH_PRECISION`` never quantizes.
         amax_history_len: entries of the amax histories; None takes the recipe's in
@@ -88,13 +91,17 @@ class DenseGeneral(nnx.Module):
         param_dtype: Any = jnp.float32,
         precision: Any = None,
         kernel_init: Initializer = DEFAULT_KERNEL_INIT,
-        bias_init: Initializer = DEFAULT_BIAS_INIT,
+        bias_init: Initializer = ZEROS,
         promote_dtype: Callable[..., Any] = dtypes.promote_dtype,
         preferred_element_type: Any = None,
         kernel_axes: Axes | None = None,
         bias_axes: Axes | None = None,
         input_axes: Axes | None = None,
         transpose_batch_sequence: bool = False,
+        enable_low_rank_adaptation: bool = False,
+        low_rank_adaptation_dim: int = 32,
+        low_rank_adaptation_alpha: float | None = None,
+        quantization_checkpoint_name: str | None = None,
         recipe: Recipe | None = None,
         amax_history_len: int | None = None,
         kernel_metadata: Mapping[str, Any] = MappingProxyType({}),
@@ -141,6 +148,14 @@ class DenseGeneral(nnx.Module):
                 bias_axes=bias_axes,
                 metadata=bias_metadata,
             )
+        self.quantization_checkpoint_name = quantization_checkpoint_name
+        self._init_lora(
+            enable_low_rank_adaptation,
+            low_rank_adaptation_dim,
+            low_rank_adaptation_alpha,
+            kernel_init,
+            make,
+        )
         self.fp8 = Fp8State(amax_history_len, recipe=recipe)
 
     def __call__(
@@ -160,48 +175,11 @@ class DenseGeneral(nnx.Module):
             TypeError: x is no float32, bfloat16 or float16 array (float64 with
                 ``jax_enable_x64`` goes through without a recipe).
         """
-        x = self._contracted_last(x)
-        recipe = resolve(self.recipe)
-        kernel = self.kernel[...]
-        bias = None if self.bias is None else self.bias[...]
-        px, pkernel, pbias = self.promote_dtype((x, kernel, bias), dtype=self.dtype)
-        out_dtype = jnp.dtype(self.preferred_element_type or px.dtype).name
-        if isinstance(out_sharding, NamedSharding):
-            out_sharding = out_sharding.spec
-        common = {
-            "out_dtype": out_dtype,
-            "precision": self.precision,
-            "out_sharding": out_sharding,
-            "impl": current_kernels(),
-        }
-        # A cast that only widens is exact: quantize the narrow array.
-        narrow = recipe and jnp.promote_types(x.dtype, px.dtype) == px.dtype
-        y, amaxes = dense(
-            x if narrow else px,
-            kernel if recipe else pkernel,
-            pbias,
-            k_ndim=len(self.axis),
-            config=_fp8.gemm_config(recipe, self.fp8, **common),
-            state=_fp8.gemm_state(recipe, self.fp8),
-        )
-        _fp8.record(recipe, self.fp8, amaxes)
-        return y
+        return _gemm.apply(self, self._contracted_last(x), out_sharding=out_sharding)[0]
 
     def _contracted_last(self, x: Array) -> Array:
         """Checks x and moves its contracted axes to the end."""
-        check_float64("DenseGeneral", x=x)
-        dtype = getattr(x, "dtype", None)
-        if dtype not in (*FLOATS, jnp.float64):
-            raise TypeError(
-                message(
-                    "DenseGeneral",
-                    "x",
-                    "be a float32, bfloat16 or float16 array",
-                    type(x).__name__ if dtype is None else dtype,
-                    "cast it first",
-                )
-            )
-        x = jnp.asarray(x)
+        x = _arguments.float_array("DenseGeneral", x)
         if any(not -x.ndim <= a < x.ndim for a in self.axis):
             raise ValueError(
                 message(
@@ -240,18 +218,27 @@ class DenseGeneral(nnx.Module):
         return x if order == tuple(range(x.ndim)) else jnp.transpose(x, order)
 
     def _input_axes(self, ndim: int) -> Axes | None:
-        """The logical axes of x in its own order, after checking their number."""
-        axes = self.input_axes
-        if axes is not None and len(axes) != ndim:
-            raise ValueError(
-                message(
-                    "DenseGeneral",
-                    "input_axes",
-                    f"name each of the {ndim} dims of x",
-                    axes,
-                    "use None for dims that are not sharded",
-                )
-            )
-        if axes is None or not self.transpose_batch_sequence or ndim < 2:
-            return axes
-        return (axes[1], axes[0], *axes[2:])
+        """The logical axes of x in its own order."""
+        return _arguments.input_axes(
+            "DenseGeneral", self.input_axes, ndim, self.transpose_batch_sequence
+        )
+
+    def _init_lora(
+        self, enable: bool, rank: int, alpha: float | None, init: Initializer, make: Any
+    ) -> None:
+        """Low-rank factors: a like the kernel, b zeros, so that they add nothing."""
+        self.lora_a = self.lora_b = nnx.data(None)
+        where = "DenseGeneral"
+        ((rank,),) = _arguments.features(where, low_rank_adaptation_dim=rank)
+        self.lora_scale = 1.0
+        if alpha is not None:
+            remedy = "use None for a factor of 1"
+            name = "low_rank_adaptation_alpha"
+            alpha = _arguments.number(where, name, alpha, 0, math.inf, remedy)
+            self.lora_scale = alpha / rank
+        if not enable:
+            return
+        n_in, n_out = math.prod(self.in_features), math.prod(self.out_features)
+        a, b = (*self.in_features, rank), (rank, *self.out_features)
+        self.lora_a = make(init, a, (n_in, rank), lora_axes=None, metadata={})
+        self.lora_b = make(ZEROS, b, (rank, n_out), lora_axes=None, metadata={})

@@ -1,0 +1,104 @@
+"""How a layer's GEMM runs at the call: promotion, recipe, state, low-rank addition."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from te_flax.functional.config import QUANTIZED_NAME
+from te_flax.functional.dense import dense, layernorm_dense
+from te_flax.functional.lora import Lora, low_rank
+from te_flax.layers import _fp8
+from te_flax.ops._choice import current as current_kernels
+from te_flax.recipe.base import Recipe
+from te_flax.recipe.context import resolve
+from te_flax.sharding import Placement, placement
+from te_flax.typing import Array, Axes
+
+
+def lora(layer: Any) -> Lora | None:
+    """The low-rank factors of a DenseGeneral, or None."""
+    if layer.lora_a is None:
+        return None
+    return Lora(layer.lora_a[...], layer.lora_b[...])
+
+
+def common(
+    layer: Any,
+    recipe: Recipe | None,
+    out_dtype: str,
+    out_sharding: PartitionSpec | NamedSharding | None = None,
+    operand: Placement | None = None,
+):
+    """The static configuration of one GEMM of a layer."""
+    if isinstance(out_sharding, NamedSharding):
+        out_sharding = out_sharding.spec
+    return _fp8.gemm_config(
+        recipe,
+        layer.fp8,
+        out_dtype=out_dtype,
+        precision=layer.precision,
+        out_sharding=out_sharding,
+        operand=operand or Placement(),
+        checkpoint_name=layer.quantization_checkpoint_name or QUANTIZED_NAME,
+        impl=current_kernels(),
+    )
+
+
+def apply(
+    layer: Any,
+    x: Array,
+    *,
+    norm: Any = None,
+    h_axes: Axes | None = None,
+    return_h: bool = False,
+    out_sharding: PartitionSpec | NamedSharding | None = None,
+) -> tuple[Array, Array | None]:
+    """Runs ``norm(x) . kernel + bias`` of a DenseGeneral.
+
+    Args:
+        layer: holds kernel, bias, fp8, low-rank factors and options.
+        x: input with its contracted axes last.
+        norm: a LayerNorm or RMSNorm in front, or None.
+        h_axes: logical axes of norm(x).
+        return_h: whether norm(x) is returned.
+        out_sharding: wanted of y.
+
+    Returns:
+        y, and norm(x) or None.
+    """
+    recipe = resolve(layer.recipe)
+    kernel = layer.kernel[...]
+    bias = None if layer.bias is None else layer.bias[...]
+    px, pkernel, pbias = layer.promote_dtype((x, kernel, bias), dtype=layer.dtype)
+    out_dtype = jnp.dtype(layer.preferred_element_type or px.dtype).name
+    operand = placement(h_axes, x.ndim)
+    config = common(layer, recipe, out_dtype, out_sharding, operand)
+    state = _fp8.gemm_state(recipe, layer.fp8)
+    arrays = (kernel if recipe else pkernel, pbias)
+    low = lora(layer)
+    if norm is None:
+        # A cast that only widens is exact: quantize the narrow array.
+        narrow = recipe and jnp.promote_types(x.dtype, px.dtype) == px.dtype
+        y, amaxes = dense(
+            x if narrow else px,
+            *arrays,
+            k_ndim=len(layer.axis),
+            config=config,
+            state=state,
+        )
+        h = px
+    else:
+        y, h, amaxes = layernorm_dense(
+            x,
+            *norm.parameters(),
+            *arrays,
+            norm=norm.config(px.dtype.name),
+            config=config,
+            state=state,
+            return_layernorm_output=return_h or low is not None,
+        )
+    _fp8.record(recipe, layer.fp8, amaxes)
+    if low is not None and h is not None:
+        y = y + low_rank(h, low, layer.lora_scale).astype(y.dtype)
+    return y, h if return_h else None

@@ -1,0 +1,360 @@
+"""LayerNormMLP: the feed-forward block of a transformer as one layer."""
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import NamedSharding, PartitionSpec
+
+from te_flax import sharding
+from te_flax.errors import message
+from te_flax.functional.activation import activation
+from te_flax.functional.config import ActivationConfig
+from te_flax.functional.layernorm_mlp import MLPConfig, MLPParams, layernorm_mlp
+from te_flax.layers import _arguments, _fp8, _gemm
+from te_flax.layers.dense_general import DEFAULT_KERNEL_INIT, DenseGeneral
+from te_flax.layers.layer_norm_dense_general import make_norm
+from te_flax.layers.norm import ZEROS
+from te_flax.ops._choice import current as current_kernels
+from te_flax.ops.activation import ACTIVATIONS, PLAIN
+from te_flax.recipe.context import resolve
+from te_flax.sharding import placement
+from te_flax.typing import Array, Axes, Initializer
+
+_WHERE = "LayerNormMLP"
+Activation = str | Callable[[Array], Array]
+
+
+class LayerNormMLP(nnx.Module):
+    """Norm, linear map, activation, linear map: ``y = act(norm(x) . wi) . wo``.
+
+    With named activations the whole block is one function: the norm and the activation
+    write the quantized operands of the GEMMs, and the activation's gradient the
+    quantized cotangent with its bias gradient. Parameters: ``norm.scale``,
+    ``norm.bias``, ``wi.kernel`` (``[in, mid]``, gated ``[in, n_act, mid]``),
+    ``wi.bias``, ``wo.kernel`` (``[mid, out]``), ``wo.bias``.
+
+    Args:
+        in_features: size of the last axis.
+        intermediate_dim: size of the axis between the two maps.
+        out_features: size of y's last axis; None takes ``in_features``.
+        enable_layernorm: False leaves the norm out.
+        layernorm_type: "layernorm" or "rmsnorm".
+        epsilon: added to the variance, >= 0.
+        zero_centered_gamma: whether the factor is ``1 + norm.scale``.
+        scale_init: of the norm's scale; None is ones, or zeros when zero-centred.
+        scale_axes: a logical axis, or None, for the dim of the norm's scale.
+        ln_bias_init: of the norm's bias.
+        ln_bias_axes: likewise for the norm's bias.
+        activations: a name or a callable, or a tuple of them: each acts on a slice of
+            its own and the results are multiplied, ``("silu", "linear")`` say.
+        activation_params: ``limit``, ``alpha`` and ``offset`` of the clamped ones.
+        use_bias: whether both maps add a bias.
+        kernel_init: of both kernels, called with their 2-D shapes.
+        bias_init: of both biases.
+        kernel_axes_1: a logical axis, or None, for each dim of ``wi.kernel``.
+        kernel_axes_2: likewise for ``wo.kernel``.
+        bias_axes_1: likewise for ``wi.bias``.
+        bias_axes_2: likewise for ``wo.bias``.
+        return_layernorm_output: whether a call returns ``(y, norm(x))``.
+        intermediate_dropout_rate: of the activation's result, in [0, 1).
+        intermediate_dropout_rng_name: stream of its keys.
+        intermediate_hidden_dropout_dims: dims along which one draw serves all.
+        enable_low_rank_adaptation: whether both maps have a low-rank addition.
+        low_rank_adaptation_dim: its rank.
+        low_rank_adaptation_alpha: its scale is alpha / rank; None is 1.
+        layernorm_input_axes: a logical axis, or None, for each dim of the input.
+        dot_1_input_axes: likewise for norm(x): what travels is its codes.
+        dot_2_input_axes: likewise for the activation's result.
+        ffn1_ckpt_name: name of the first GEMM's result for ``jax.checkpoint`` policies.
+        ffn2_ckpt_name: likewise of the second's.
+        transpose_batch_sequence: whether inputs are ``[sequence, batch, ...]``; the
+            ``*_axes`` stay in batch-first order and are turned round.
+        dtype: of the computation and of y; None promotes the input's with the
+            parameters'.
+        param_dtype: of the parameters.
+        **dense: other arguments of both :class:`te_flax.DenseGeneral`: ``recipe``,
+            ``amax_history_len``, ``precision``, ``promote_dtype``,
+            ``quantization_checkpoint_name``, ``kernel_metadata``, ``bias_metadata``.
+        rngs: keys for the parameters and the dropout.
+
+    Raises:
+        ValueError: an argument is out of range or unknown.
+        TypeError: ``recipe`` is no recipe, or a dtype no float.
+
+    Example:
+        >>> import jax.numpy as jnp, te_flax as te
+        >>> from flax import nnx
+        >>> layer = te.LayerNormMLP(128, 256, rngs=nnx.Rngs(0))
+        >>> with te.autocast(te.Float8CurrentScaling()):
+        ...     layer(jnp.ones((8, 128))).shape
+        (8, 128)
+
+    Source: TransformerEngine's layer of the same role; Shazeer 2020, "GLU Variants
+    Improve Transformer" (arXiv:2002.05202), equation 6.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        intermediate_dim: int,
+        *,
+        out_features: int | None = None,
+        enable_layernorm: bool = True,
+        layernorm_type: str = "layernorm",
+        epsilon: float = 1e-6,
+        zero_centered_gamma: bool = False,
+        scale_init: Initializer | None = None,
+        scale_axes: Axes | None = None,
+        ln_bias_init: Initializer = ZEROS,
+        ln_bias_axes: Axes | None = None,
+        activations: Activation | Sequence[Activation] = ("gelu",),
+        activation_params: Mapping[str, float] = MappingProxyType({}),
+        use_bias: bool = True,
+        kernel_init: Initializer = DEFAULT_KERNEL_INIT,
+        bias_init: Initializer = ZEROS,
+        kernel_axes_1: Axes | None = None,
+        kernel_axes_2: Axes | None = None,
+        bias_axes_1: Axes | None = None,
+        bias_axes_2: Axes | None = None,
+        return_layernorm_output: bool = False,
+        intermediate_dropout_rate: float = 0.0,
+        intermediate_dropout_rng_name: str = "dropout",
+        intermediate_hidden_dropout_dims: Sequence[int] = (),
+        enable_low_rank_adaptation: bool = False,
+        low_rank_adaptation_dim: int = 32,
+        low_rank_adaptation_alpha: float | None = None,
+        layernorm_input_axes: Axes | None = None,
+        dot_1_input_axes: Axes | None = None,
+        dot_2_input_axes: Axes | None = None,
+        ffn1_ckpt_name: str = "ffn1",
+        ffn2_ckpt_name: str = "ffn2",
+        transpose_batch_sequence: bool = False,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        rngs: nnx.Rngs,
+        **dense: Any,
+    ):
+        found = _arguments.features(
+            _WHERE,
+            in_features=in_features,
+            intermediate_dim=intermediate_dim,
+            out_features=in_features if out_features is None else out_features,
+        )
+        (features,), (mid,), (out,) = found
+        self.activations = _activations(activations)
+        self.activation = _activation_config(self.activations, activation_params)
+        self.norm = make_norm(
+            _WHERE,
+            enable_layernorm,
+            layernorm_type,
+            features,
+            epsilon=_arguments.epsilon(_WHERE, epsilon),
+            zero_centered_gamma=zero_centered_gamma,
+            scale_init=scale_init,
+            scale_axes=scale_axes,
+            ln_bias_init=ln_bias_init,
+            ln_bias_axes=ln_bias_axes,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            rngs=rngs,
+        )
+        make = functools.partial(
+            DenseGeneral,
+            use_bias=use_bias,
+            kernel_init=kernel_init,
+            bias_init=bias_init,
+            enable_low_rank_adaptation=enable_low_rank_adaptation,
+            low_rank_adaptation_dim=low_rank_adaptation_dim,
+            low_rank_adaptation_alpha=low_rank_adaptation_alpha,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            rngs=rngs,
+            **dense,
+        )
+        slices = len(self.activations)
+        wide = (slices, mid) if slices > 1 else mid
+        self.wi = make(features, wide, kernel_axes=kernel_axes_1, bias_axes=bias_axes_1)
+        self.wo = make(mid, out, kernel_axes=kernel_axes_2, bias_axes=bias_axes_2)
+        self._init_dropout(
+            intermediate_dropout_rate,
+            intermediate_dropout_rng_name,
+            intermediate_hidden_dropout_dims,
+            rngs,
+        )
+        self.in_features = features
+        self.return_layernorm_output = return_layernorm_output
+        self.layernorm_input_axes = layernorm_input_axes
+        self.dot_1_input_axes = dot_1_input_axes
+        self.dot_2_input_axes = dot_2_input_axes
+        self.ffn1_ckpt_name = ffn1_ckpt_name
+        self.ffn2_ckpt_name = ffn2_ckpt_name
+        self.transpose_batch_sequence = transpose_batch_sequence
+
+    def _init_dropout(self, rate, stream: str, dims, rngs: nnx.Rngs) -> None:
+        name = "intermediate_dropout_rate"
+        rate = _arguments.number(_WHERE, name, rate, 0, 1, "use 0.0 for none")
+        self.dropout = nnx.data(None)
+        if rate > 0:
+            self.dropout = nnx.Dropout(
+                rate, broadcast_dims=tuple(dims), rng_collection=stream, rngs=rngs
+            )
+
+    def __call__(
+        self,
+        x: Array,
+        *,
+        deterministic: bool | None = None,
+        out_sharding: PartitionSpec | NamedSharding | None = None,
+    ) -> Any:
+        """Applies the layer.
+
+        Args:
+            x: float array ``[*batch, in_features]``.
+            deterministic: True drops nothing; None follows ``model.train()`` and
+                ``model.eval()``.
+            out_sharding: wanted of y.
+
+        Returns:
+            y ``[*batch, out_features]``, or (y, norm(x)) with
+            ``return_layernorm_output``.
+
+        Raises:
+            ValueError: the last axis of x has another size.
+            TypeError: x is no float array.
+        """
+        x = _arguments.float_array(_WHERE, x)
+        _arguments.check_last(_WHERE, x, self.in_features, "in_features")
+        x = sharding.constrain(x, self._axes("layernorm_input_axes", x.ndim))
+        key = None
+        if self.dropout is not None:
+            off = self.dropout.deterministic if deterministic is None else deterministic
+            key = None if off else self.dropout.rngs()
+        run = self._apart if self.activation is None else self._fused
+        y, h = run(x, key, out_sharding)
+        return (y, h) if self.return_layernorm_output else y
+
+    def _fused(self, x: Array, key: Array | None, out_sharding):
+        """Both GEMMs in one function."""
+        wi, wo, norm = self.wi, self.wo, self.norm
+        recipe, px, params = self._operands(x)
+        dtype = px.dtype.name
+        place = [
+            placement(self._axes(name, x.ndim), x.ndim)
+            for name in ("dot_1_input_axes", "dot_2_input_axes")
+        ]
+        config = MLPConfig(
+            norm=None if norm is None else norm.config(dtype),
+            wi=_gemm.common(wi, recipe, dtype, operand=place[0]),
+            wo=_gemm.common(wo, recipe, dtype, out_sharding, place[1]),
+            activation=self.activation,
+            dropout_rate=0.0 if self.dropout is None else self.dropout.rate,
+            dropout_dims=() if self.dropout is None else self.dropout.broadcast_dims,
+            lora_scale=wi.lora_scale,
+            return_layernorm_output=self.return_layernorm_output,
+            ffn1_name=self.ffn1_ckpt_name,
+            ffn2_name=self.ffn2_ckpt_name,
+        )
+        states = tuple(_fp8.gemm_state(recipe, layer.fp8) for layer in (wi, wo))
+        y, h, amaxes = layernorm_mlp(
+            px if norm is None else x,
+            params,
+            config=config,
+            states=states,
+            dropout_key=key,
+        )
+        for layer, measured in zip((wi, wo), amaxes, strict=True):
+            _fp8.record(recipe, layer.fp8, measured)
+        return y, h
+
+    def _operands(self, x: Array):
+        """The recipe, x promoted, and the parameters as the functional takes them."""
+        wi, wo = self.wi, self.wo
+        recipe = resolve(wi.recipe)
+        arrays = {
+            "wi": wi.kernel[...],
+            "wi_bias": None if wi.bias is None else wi.bias[...],
+            "wo": wo.kernel[...],
+            "wo_bias": None if wo.bias is None else wo.bias[...],
+        }
+        px, *promoted = wi.promote_dtype((x, *arrays.values()), dtype=wi.dtype)
+        named = dict(zip(arrays, promoted, strict=True))
+        if recipe:  # kernels are quantized from what they are stored in
+            named |= {"wi": arrays["wi"], "wo": arrays["wo"]}
+        lora = _gemm.lora(wi)
+        if len(self.activations) == 1:
+            named["wi"] = jnp.expand_dims(named["wi"], 1)
+            if wi.bias is not None:
+                named["wi_bias"] = jnp.expand_dims(named["wi_bias"], 0)
+            if lora is not None:
+                lora = lora._replace(b=jnp.expand_dims(lora.b, 1))
+        scale = norm_bias = None
+        if self.norm is not None:
+            scale, norm_bias = self.norm.parameters()
+        return (
+            recipe,
+            px,
+            MLPParams(scale, norm_bias, **named, wi_lora=lora, wo_lora=_gemm.lora(wo)),
+        )
+
+    def _apart(self, x: Array, key: Array | None, out_sharding):
+        """Activations that no op knows: the two GEMMs with plain JAX between them."""
+        h_axes = self._axes("dot_1_input_axes", x.ndim)
+        keep = self.return_layernorm_output
+        z, h = _gemm.apply(self.wi, x, norm=self.norm, h_axes=h_axes, return_h=keep)
+        z = checkpoint_name(z, self.ffn1_ckpt_name)
+        slices = [z]
+        if len(self.activations) > 1:
+            slices = [z[..., i, :] for i in range(len(self.activations))]
+        mid = math.prod(
+            (
+                _activate(f, part)
+                for f, part in zip(self.activations[1:], slices[1:], strict=True)
+            ),
+            start=_activate(self.activations[0], slices[0]),
+        )
+        if key is not None:
+            mid = self.dropout(mid, deterministic=False, rngs=key)
+        mid = sharding.constrain(mid, self._axes("dot_2_input_axes", x.ndim))
+        y, _ = _gemm.apply(self.wo, mid, out_sharding=out_sharding)
+        return checkpoint_name(y, self.ffn2_ckpt_name), h
+
+    def _axes(self, name: str, ndim: int) -> Axes | None:
+        flipped = self.transpose_batch_sequence
+        return _arguments.input_axes(_WHERE, getattr(self, name), ndim, flipped, name)
+
+
+def _activate(f: Activation, x: Array) -> Array:
+    if callable(f):
+        return f(x)
+    config = ActivationConfig(name=f, impl=current_kernels())
+    return activation(jnp.expand_dims(x, -2), config=config)
+
+
+def _activations(value: Any) -> tuple[Activation, ...]:
+    """The activations as a tuple, each a known name or a callable."""
+    names = (value,) if isinstance(value, str) or callable(value) else value
+    known = (*PLAIN, "clamped_silu", "clamped_linear")
+    ok = isinstance(names, Sequence) and len(names) > 0
+    if not ok or not all(callable(f) or f in known for f in names):
+        rule = f"be names of {', '.join(known)}, or callables"
+        remedy = 'write ("gelu",), or ("silu", "linear") for a gated one'
+        raise ValueError(message(_WHERE, "activations", rule, repr(value), remedy))
+    return tuple(names)
+
+
+def _activation_config(names, params: Mapping[str, float]) -> ActivationConfig | None:
+    """The fused activation, or None where no op computes it."""
+    allowed = ("limit", "alpha", "offset")
+    for name, value in params.items():
+        _arguments.choice(_WHERE, "activation_params", name, allowed)
+        remedy = "give a finite number"
+        _arguments.number(_WHERE, name, value, -math.inf, math.inf, remedy)
+    if not all(isinstance(f, str) for f in names) or ",".join(names) not in ACTIVATIONS:
+        return None
+    return ActivationConfig(name=",".join(names), **params)
