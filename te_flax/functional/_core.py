@@ -107,16 +107,15 @@ def multiply(
     out_dtype: str,
     *,
     backward: bool,
-) -> tuple[Array, Array | None, GemmResiduals | None]:
+) -> tuple[Array, Array | None, Any]:
     """Computes ``y = x . kernel + bias``.
 
     Returns:
-        y, the kernel's amax where it was measured, and the copies for the backward
-        pass if there is one.
+        y, the kernel's amax where it was measured, and GemmResiduals or None.
     """
     n_ndim = kernel.ndim - k_ndim
-    copies = state.kernel and Quantized(*state.kernel)
-    if not copies:
+    copies = state.kernel
+    if copies is None:
         copies = config.kernel(
             kernel,
             k_ndim=n_ndim,
@@ -222,14 +221,15 @@ def norm_gradients(
     return dx, dscale, cotangent_like(made.extras[1], bias_type)
 
 
-def mail(config: DenseConfig, amax: Array | None, mail_type) -> Array | None:
-    """The mailbox's cotangent: amax(dy) where it is reported, else zeros."""
+def state_cotangent(config: DenseConfig, amax: Array | None, mail_type) -> GemmState:
+    """Of a GemmState: amax(dy) in the mailbox where it is reported, nothing else."""
+    none: Any = None  # a cotangent of zeros for a whole subtree
     if mail_type is None:
-        return None
+        return GemmState(none, none, none, none)
     letter = jnp.zeros(MAILBOX_SIZE, jnp.float32)
     if config.report_dy and amax is not None:
         letter = encode(amax)
-    return cotangent_like(letter, mail_type)
+    return GemmState(none, cotangent_like(letter, mail_type), none, none)
 
 
 def add(a: Array, b: Array) -> Array:
@@ -238,12 +238,12 @@ def add(a: Array, b: Array) -> Array:
     return a.astype(dtype) + b.astype(dtype)
 
 
-def cotangent(ct: Array | None, primal: Any) -> Array | None:
+def cotangent(ct: Array | None, primal: Any) -> Any:
     """A cotangent with the type of its primal (or of that type); None stays None."""
     return None if primal is None or ct is None else cotangent_like(ct, primal)
 
 
-def array(x: Array | None) -> Array | None:
+def array(x: Array | None) -> Any:
     """A JAX array; None stays None."""
     return None if x is None else jnp.asarray(x)
 

@@ -9,6 +9,8 @@ from te_flax.functional import _core
 from te_flax.functional._checks import check_dtypes
 from te_flax.functional.config import IDENTITY, ActivationConfig, DenseConfig
 from te_flax.ops.activation import ACT_BWD, ACT_FWD
+from te_flax.ops.activation import ACTIVATIONS as ACTIVATIONS
+from te_flax.ops.activation import PLAIN as PLAIN
 from te_flax.quantize.fused import produce
 from te_flax.typing import Array
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from jax.sharding import PartitionSpec
 
-from te_flax.quantize.quantizer import Identity, Quantizer
+from te_flax.quantize.quantizer import Identity, Quantized, Quantizer
 from te_flax.sharding import Placement
 from te_flax.typing import Array
 
@@ -42,7 +42,7 @@ class GemmState(NamedTuple):
         mailbox: float32 ``[279]``; its cotangent carries amax(dy) out of the backward
             pass when ``DenseConfig.report_dy``.
         key: random key of stochastic rounding.
-        kernel: the kernel's copies where they were made before (a ``Quantized``).
+        kernel: the kernel's copies where they were made before.
 
     Example:
         >>> GemmState().mailbox is None
@@ -52,7 +52,7 @@ class GemmState(NamedTuple):
     amaxes: Amaxes = Amaxes()
     mailbox: Array | None = None
     key: Array | None = None
-    kernel: tuple | None = None
+    kernel: Quantized | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,7 @@
 """The dense product y = f(x) . kernel + bias, f the identity or a norm."""
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -52,8 +52,9 @@ def dense(
     config, state = config or DenseConfig(), state or GemmState()
     check_gemm("dense", x, kernel, bias, k_ndim, config)
     static = _Static(config, None, k_ndim, False)
-    arrays = (_core.array(a) for a in (x, None, None, kernel, bias))
-    y, _, amaxes = _dense(static, *arrays, state)
+    arrays = [_core.array(a) for a in (x, None, None, kernel, bias)]
+    found: Any = _dense(static, *arrays, state)
+    y, _, amaxes = found
     return y, amaxes
 
 
@@ -103,7 +104,7 @@ def layernorm_dense(
     check_norm("layernorm_dense", norm, x, scale, norm_bias)
     check_gemm("layernorm_dense", x, kernel, bias, 1, config)
     static = _Static(config, norm, 1, return_layernorm_output)
-    arrays = (_core.array(a) for a in (x, scale, norm_bias, kernel, bias))
+    arrays = [_core.array(a) for a in (x, scale, norm_bias, kernel, bias)]
     return _dense(static, *arrays, state or GemmState())
 
 
@@ -182,10 +183,9 @@ def _dense_bwd(static, res, cotangents):
             config, norm, dh, x, scale, stats, (x_type, scale_type, norm_bias_type)
         )
     dbias = _core.cotangent(made.dbias, bias_type)
-    mail = _core.mail(config, made.quantized.amax, mail_type)
-    nothing = GemmState(None, mail)
+    dstate = _core.state_cotangent(config, made.quantized.amax, mail_type)
     dx = _core.cotangent(dx, x_type)
-    return dx, dscale, dnorm_bias, dkernel, dbias, nothing
+    return dx, dscale, dnorm_bias, dkernel, dbias, dstate
 
 
 _dense.defvjp(_dense_fwd, _dense_bwd)

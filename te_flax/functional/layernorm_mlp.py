@@ -7,7 +7,7 @@ first GEMM together with its bias gradient.
 
 import dataclasses
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -170,7 +170,7 @@ def _forward(config, x, p, states, dropout_key, *, backward: bool):
         backward=backward,
     )
     if lora[0] is not None:
-        z = z + low_rank(first.h, lora[0], config.lora_scale).astype(z.dtype)
+        z = _add_low_rank(config, z, first.h, lora[0])
     z = checkpoint_name(z, config.ffn1_name)
     second = _activate(config, z, states[1], dropout_key, lora[1] is not None, backward)
     y, wo_amax, wo_saved = _core.multiply(
@@ -184,7 +184,7 @@ def _forward(config, x, p, states, dropout_key, *, backward: bool):
         backward=backward,
     )
     if lora[1] is not None:
-        y = y + low_rank(second.h, lora[1], config.lora_scale).astype(y.dtype)
+        y = _add_low_rank(config, y, second.h, lora[1])
     y = checkpoint_name(y, config.ffn2_name)
     h = first.h if config.return_layernorm_output else None
     amaxes = (first.quantized.amax, wi_amax), (second.quantized.amax, wo_amax)
@@ -206,6 +206,10 @@ def _forward(config, x, p, states, dropout_key, *, backward: bool):
     return (y, h, amaxes), saved
 
 
+def _add_low_rank(config, y, h, lora):
+    return y + low_rank(h, lora, config.lora_scale).astype(y.dtype)
+
+
 def _activate(config, z, state, key, h: bool, backward: bool) -> Produced:
     """The quantized operand of the second GEMM."""
     if key is None:
@@ -223,18 +227,17 @@ def _activate(config, z, state, key, h: bool, backward: bool) -> Produced:
             impl=config.wo.impl,
             **config.activation.attrs,
         )
-    made = _plain(config, z, ACT_FWD)
+    made = _plain(config, z)
     dropped = _drop(config, made, key)
     copies = _core.quantize_input(config.wo, dropped, 1, state, backward=backward)
     return copies._replace(h=dropped)
 
 
-def _plain(config, z, family, *before) -> Array:
-    """The activation, or its gradient, without quantization."""
+def _plain(config, z) -> Any:
+    """The activation without quantization."""
     made = produce(
         IDENTITY,
-        family,
-        *before,
+        ACT_FWD,
         z,
         k_ndim=1,
         rowwise=True,
@@ -262,7 +265,8 @@ def _mlp_fwd(config, x, params, states, dropout_key):
     arrays = (x, params, *(s.mailbox for s in states))
     types = jax.tree.map(jax.typeof, arrays)
     leaves, tree = jax.tree.flatten(types)
-    return out, saved._replace(types=_core.Types((tuple(leaves), tree)))
+    kept = cast(_Saved, saved)._replace(types=_core.Types((tuple(leaves), tree)))
+    return out, kept
 
 
 def _mlp_bwd(config, saved, cotangents):
@@ -284,13 +288,13 @@ def _mlp_bwd(config, saved, cotangents):
     dparams = MLPParams(
         dscale, dnorm_bias, dwi, dwi_bias, dwo, dwo_bias, dwi_lora, dwo_lora
     )
-    mails = [
-        GemmState(None, _core.mail(c, made.quantized.amax, mail_type))
+    dstates = [
+        _core.state_cotangent(c, made.quantized.amax, mail_type)
         for c, made, mail_type in zip(
             (config.wi, config.wo), (first, second), mail_types, strict=True
         )
     ]
-    return _core.cotangent(dx, x_type), dparams, tuple(mails), None
+    return _core.cotangent(dx, x_type), dparams, tuple(dstates), None
 
 
 def _wo_gradients(config, saved, dy, p):
@@ -361,7 +365,7 @@ def _check(config: MLPConfig, x: Array, p: MLPParams) -> None:
     if config.norm is None:
         check_dtypes(where, config.wi, x=x)
     else:
-        check_norm(where, config.norm, x, p.scale, p.norm_bias)
+        check_norm(where, config.norm, x, cast(Array, p.scale), p.norm_bias)
     check_gemm(where, x, p.wi, p.wi_bias, 1, config.wi)
     slices = config.activation.slices
     if p.wi.ndim != 3 or p.wi.shape[1] != slices:

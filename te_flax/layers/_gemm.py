@@ -75,24 +75,27 @@ def apply(
     operand = placement(h_axes, x.ndim)
     config = common(layer, recipe, out_dtype, out_sharding, operand)
     state = _fp8.gemm_state(recipe, layer.fp8)
-    arrays = (kernel if recipe else pkernel, pbias)
     low = lora(layer)
     if norm is None:
         # A cast that only widens is exact: quantize the narrow array.
         narrow = recipe and jnp.promote_types(x.dtype, px.dtype) == px.dtype
         y, amaxes = dense(
             x if narrow else px,
-            *arrays,
+            kernel if recipe else pkernel,
+            pbias,
             k_ndim=len(layer.axis),
             config=config,
             state=state,
         )
         h = px
     else:
+        scale, norm_bias = norm.parameters()
         y, h, amaxes = layernorm_dense(
             x,
-            *norm.parameters(),
-            *arrays,
+            scale,
+            norm_bias,
+            kernel if recipe else pkernel,
+            pbias,
             norm=norm.config(px.dtype.name),
             config=config,
             state=state,

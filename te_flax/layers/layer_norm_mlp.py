@@ -1,10 +1,12 @@
 """LayerNormMLP: the feed-forward block of a transformer as one layer."""
 
+import dataclasses
 import functools
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import jax.numpy as jnp
 from flax import nnx
@@ -13,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from te_flax import sharding
 from te_flax.errors import message
-from te_flax.functional.activation import activation
+from te_flax.functional.activation import ACTIVATIONS, PLAIN, activation
 from te_flax.functional.config import ActivationConfig
 from te_flax.functional.layernorm_mlp import MLPConfig, MLPParams, layernorm_mlp
 from te_flax.layers import _arguments, _fp8, _gemm
@@ -21,7 +23,6 @@ from te_flax.layers.dense_general import DEFAULT_KERNEL_INIT, DenseGeneral
 from te_flax.layers.layer_norm_dense_general import make_norm
 from te_flax.layers.norm import ZEROS
 from te_flax.ops._choice import current as current_kernels
-from te_flax.ops.activation import ACTIVATIONS, PLAIN
 from te_flax.recipe.context import resolve
 from te_flax.sharding import placement
 from te_flax.typing import Array, Axes, Initializer
@@ -199,6 +200,8 @@ class LayerNormMLP(nnx.Module):
     def _init_dropout(self, rate, stream: str, dims, rngs: nnx.Rngs) -> None:
         name = "intermediate_dropout_rate"
         rate = _arguments.number(_WHERE, name, rate, 0, 1, "use 0.0 for none")
+        self.intermediate_dropout_rate = rate
+        self.intermediate_hidden_dropout_dims = tuple(dims)
         self.dropout = nnx.data(None)
         if rate > 0:
             self.dropout = nnx.Dropout(
@@ -234,7 +237,7 @@ class LayerNormMLP(nnx.Module):
         key = None
         if self.dropout is not None:
             off = self.dropout.deterministic if deterministic is None else deterministic
-            key = None if off else self.dropout.rngs()
+            key = None if off else cast(nnx.RngStream, self.dropout.rngs)()
         run = self._apart if self.activation is None else self._fused
         y, h = run(x, key, out_sharding)
         return (y, h) if self.return_layernorm_output else y
@@ -252,15 +255,15 @@ class LayerNormMLP(nnx.Module):
             norm=None if norm is None else norm.config(dtype),
             wi=_gemm.common(wi, recipe, dtype, operand=place[0]),
             wo=_gemm.common(wo, recipe, dtype, out_sharding, place[1]),
-            activation=self.activation,
-            dropout_rate=0.0 if self.dropout is None else self.dropout.rate,
-            dropout_dims=() if self.dropout is None else self.dropout.broadcast_dims,
+            activation=cast(ActivationConfig, self.activation),
+            dropout_rate=self.intermediate_dropout_rate,
+            dropout_dims=self.intermediate_hidden_dropout_dims,
             lora_scale=wi.lora_scale,
             return_layernorm_output=self.return_layernorm_output,
             ffn1_name=self.ffn1_ckpt_name,
             ffn2_name=self.ffn2_ckpt_name,
         )
-        states = tuple(_fp8.gemm_state(recipe, layer.fp8) for layer in (wi, wo))
+        states = _fp8.gemm_state(recipe, wi.fp8), _fp8.gemm_state(recipe, wo.fp8)
         y, h, amaxes = layernorm_mlp(
             px if norm is None else x,
             params,
@@ -311,15 +314,11 @@ class LayerNormMLP(nnx.Module):
         slices = [z]
         if len(self.activations) > 1:
             slices = [z[..., i, :] for i in range(len(self.activations))]
-        mid = math.prod(
-            (
-                _activate(f, part)
-                for f, part in zip(self.activations[1:], slices[1:], strict=True)
-            ),
-            start=_activate(self.activations[0], slices[0]),
-        )
+        parts = zip(self.activations, slices, strict=True)
+        mid = functools.reduce(operator.mul, [_activate(f, part) for f, part in parts])
         if key is not None:
-            mid = self.dropout(mid, deterministic=False, rngs=key)
+            drop = cast(nnx.Dropout, self.dropout)
+            mid = drop(mid, deterministic=False, rngs=key)
         mid = sharding.constrain(mid, self._axes("dot_2_input_axes", x.ndim))
         y, _ = _gemm.apply(self.wo, mid, out_sharding=out_sharding)
         return checkpoint_name(y, self.ffn2_ckpt_name), h
@@ -357,4 +356,4 @@ def _activation_config(names, params: Mapping[str, float]) -> ActivationConfig |
         _arguments.number(_WHERE, name, value, -math.inf, math.inf, remedy)
     if not all(isinstance(f, str) for f in names) or ",".join(names) not in ACTIVATIONS:
         return None
-    return ActivationConfig(name=",".join(names), **params)
+    return dataclasses.replace(ActivationConfig(name=",".join(names)), **dict(params))

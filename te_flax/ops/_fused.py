@@ -151,8 +151,8 @@ class Family:
         found = op(*arrays, *scales, *previous, impl=impl, **formats, **attrs)
         named = dict(zip((a.name for a in op.dims.outs), found, strict=True))
         extras = tuple(named.pop(name) for name in self.extras)
-        results: dict[str, Any] = {f: named.get(f) for f in Fused._fields}
-        return Fused(**results | {"extras": extras})
+        plain = {f: named.get(f) for f in Fused._fields if f not in ("amax", "extras")}
+        return Fused(**plain, amax=named["amax"], extras=extras)
 
 
 def variants(
