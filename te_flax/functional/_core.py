@@ -79,7 +79,7 @@ def normalize_input(
         made = quantize_input(config, x, 1, state, backward=backward)
         return made._replace(h=x)
     parameters = (scale,) if norm.kind == "rmsnorm" else (scale, bias)
-    return produce(
+    made = produce(
         config.x,
         NORM_FWD[norm.kind],
         x,
@@ -95,6 +95,9 @@ def normalize_input(
         epsilon=norm.epsilon,
         zero_centered_gamma=norm.zero_centered_gamma,
     )
+    # With the copies saved, these alone would make a policy run the norm again.
+    stats = (checkpoint_name(a, config.checkpoint_name) for a in made.extras)
+    return made._replace(extras=tuple(stats))
 
 
 def multiply(

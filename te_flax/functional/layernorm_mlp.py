@@ -137,14 +137,14 @@ class _Saved(NamedTuple):
     wi: _core.GemmResiduals
     wo: _core.GemmResiduals
     z: Array
-    x: Array | None
-    scale: Array | None
     stats: tuple[Array, ...]
-    h1: Array | None
-    h2: Array | None
     lora: tuple[Lora | None, Lora | None]
     dropout_key: Array | None
-    types: _core.Types
+    x: Array | None = None
+    scale: Array | None = None
+    h1: Array | None = None
+    h2: Array | None = None
+    types: _core.Types = _core.Types()
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -190,20 +190,11 @@ def _forward(config, x, p, states, dropout_key, *, backward: bool):
     amaxes = (first.quantized.amax, wi_amax), (second.quantized.amax, wo_amax)
     if not backward:
         return (y, h, amaxes), None
-    saved = _Saved(
-        wi_saved,
-        wo_saved,
-        z,
-        x if norm else None,
-        p.scale if norm else None,
-        first.extras,
-        first.h if lora[0] is not None else None,
-        second.h if lora[1] is not None else None,
-        lora,
-        dropout_key,
-        _core.Types(),
-    )
-    return (y, h, amaxes), saved
+    saved = _Saved(wi_saved, wo_saved, z, first.extras, lora, dropout_key)
+    if norm is not None:
+        saved = saved._replace(x=x, scale=p.scale)
+    highs = [m.h if a else None for m, a in zip((first, second), lora, strict=True)]
+    return (y, h, amaxes), saved._replace(h1=highs[0], h2=highs[1])
 
 
 def _add_low_rank(config, y, h, lora):

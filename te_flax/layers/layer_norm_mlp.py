@@ -178,8 +178,7 @@ class LayerNormMLP(nnx.Module):
             rngs=rngs,
             **dense,
         )
-        slices = len(self.activations)
-        wide = (slices, mid) if slices > 1 else mid
+        wide = (len(self.activations), mid) if self.activations[1:] else mid
         self.wi = make(features, wide, kernel_axes=kernel_axes_1, bias_axes=bias_axes_1)
         self.wo = make(mid, out, kernel_axes=kernel_axes_2, bias_axes=bias_axes_2)
         self._init_dropout(
@@ -190,11 +189,8 @@ class LayerNormMLP(nnx.Module):
         )
         self.in_features = features
         self.return_layernorm_output = return_layernorm_output
-        self.layernorm_input_axes = layernorm_input_axes
-        self.dot_1_input_axes = dot_1_input_axes
-        self.dot_2_input_axes = dot_2_input_axes
-        self.ffn1_ckpt_name = ffn1_ckpt_name
-        self.ffn2_ckpt_name = ffn2_ckpt_name
+        self.input_axes = (layernorm_input_axes, dot_1_input_axes, dot_2_input_axes)
+        self.ckpt_names = (ffn1_ckpt_name, ffn2_ckpt_name)
         self.transpose_batch_sequence = transpose_batch_sequence
 
     def _init_dropout(self, rate, stream: str, dims, rngs: nnx.Rngs) -> None:
@@ -233,7 +229,7 @@ class LayerNormMLP(nnx.Module):
         """
         x = _arguments.float_array(_WHERE, x)
         _arguments.check_last(_WHERE, x, self.in_features, "in_features")
-        x = sharding.constrain(x, self._axes("layernorm_input_axes", x.ndim))
+        x = sharding.constrain(x, self._axes(0, x.ndim))
         key = None
         if self.dropout is not None:
             off = self.dropout.deterministic if deterministic is None else deterministic
@@ -247,10 +243,7 @@ class LayerNormMLP(nnx.Module):
         wi, wo, norm = self.wi, self.wo, self.norm
         recipe, px, params = self._operands(x)
         dtype = px.dtype.name
-        place = [
-            placement(self._axes(name, x.ndim), x.ndim)
-            for name in ("dot_1_input_axes", "dot_2_input_axes")
-        ]
+        place = [placement(self._axes(i, x.ndim), x.ndim) for i in (1, 2)]
         config = MLPConfig(
             norm=None if norm is None else norm.config(dtype),
             wi=_gemm.common(wi, recipe, dtype, operand=place[0]),
@@ -260,8 +253,8 @@ class LayerNormMLP(nnx.Module):
             dropout_dims=self.intermediate_hidden_dropout_dims,
             lora_scale=wi.lora_scale,
             return_layernorm_output=self.return_layernorm_output,
-            ffn1_name=self.ffn1_ckpt_name,
-            ffn2_name=self.ffn2_ckpt_name,
+            ffn1_name=self.ckpt_names[0],
+            ffn2_name=self.ckpt_names[1],
         )
         states = _fp8.gemm_state(recipe, wi.fp8), _fp8.gemm_state(recipe, wo.fp8)
         y, h, amaxes = layernorm_mlp(
@@ -307,10 +300,10 @@ class LayerNormMLP(nnx.Module):
 
     def _apart(self, x: Array, key: Array | None, out_sharding):
         """Activations that no op knows: the two GEMMs with plain JAX between them."""
-        h_axes = self._axes("dot_1_input_axes", x.ndim)
+        h_axes = self._axes(1, x.ndim)
         keep = self.return_layernorm_output
         z, h = _gemm.apply(self.wi, x, norm=self.norm, h_axes=h_axes, return_h=keep)
-        z = checkpoint_name(z, self.ffn1_ckpt_name)
+        z = checkpoint_name(z, self.ckpt_names[0])
         slices = [z]
         if len(self.activations) > 1:
             slices = [z[..., i, :] for i in range(len(self.activations))]
@@ -319,13 +312,14 @@ class LayerNormMLP(nnx.Module):
         if key is not None:
             drop = cast(nnx.Dropout, self.dropout)
             mid = drop(mid, deterministic=False, rngs=key)
-        mid = sharding.constrain(mid, self._axes("dot_2_input_axes", x.ndim))
+        mid = sharding.constrain(mid, self._axes(2, x.ndim))
         y, _ = _gemm.apply(self.wo, mid, out_sharding=out_sharding)
-        return checkpoint_name(y, self.ffn2_ckpt_name), h
+        return checkpoint_name(y, self.ckpt_names[1]), h
 
-    def _axes(self, name: str, ndim: int) -> Axes | None:
-        flipped = self.transpose_batch_sequence
-        return _arguments.input_axes(_WHERE, getattr(self, name), ndim, flipped, name)
+    def _axes(self, index: int, ndim: int) -> Axes | None:
+        name = ("layernorm_input_axes", "dot_1_input_axes", "dot_2_input_axes")[index]
+        axes, flipped = self.input_axes[index], self.transpose_batch_sequence
+        return _arguments.input_axes(_WHERE, axes, ndim, flipped, name)
 
 
 def _activate(f: Activation, x: Array) -> Array:
