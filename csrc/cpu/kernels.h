@@ -64,6 +64,9 @@ struct Kernels {
   void (*amax)(Float dtype, const void* x, int64_t n, Amax* amax);
   void (*quantize_tensor)(const TensorTile& tile, Amax* amax);
   void (*quantize_mxfp8)(const Mxfp8Tile& tile, Amax* amax);
+  // sums[c] = (x[0][c] + x[1][c]) + x[2][c] ..., in float32; 0 without rows, NaN is kQuietNan.
+  void (*sum_rows)(Float dtype, const void* x, int64_t x_stride, int64_t rows, int64_t cols,
+                   float* sums);
 };
 
 extern const Kernels kBaseKernels;

@@ -169,6 +169,57 @@ inline void CopyPart(uint8_t* to, const uint8_t* from, int64_t n) {
 }
 inline void StreamI(void* p, I v) { _mm256_stream_si256(static_cast<__m256i*>(p), v); }
 
+// kLanes consecutive elements, or the first n of them, as float32 and back. Rounded values have one
+// NaN and, with FTZ and DAZ, no subnormal.
+inline F Rounded(F v) {
+  return _mm256_blendv_ps(Mul(v, SetF(1.0f)), AsF(Set(kQuietNan)),
+                          _mm256_cmp_ps(v, v, _CMP_UNORD_Q));
+}
+template <Float dtype>
+struct WholeLanes;
+template <>
+struct WholeLanes<Float::kF32> {
+  using Element = uint32_t;
+  static F Load(const void* p) { return AsF(LoadI(p)); }
+  static void Store(void* p, F v) { StoreI(p, AsI(Rounded(v))); }
+};
+inline __m128i LoadEight(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }
+inline void StoreEight(void* p, __m128i v) { _mm_storeu_si128(static_cast<__m128i*>(p), v); }
+template <>
+struct WholeLanes<Float::kBf16> {
+  using Element = uint16_t;
+  static F Load(const void* p) { return AsF(Sll<16>(_mm256_cvtepu16_epi32(LoadEight(p)))); }
+  static void Store(void* p, F v) {
+    const I bits = AsI(Rounded(v));
+    const I up = Add(And(Srl<16>(bits), Set(1)), Set(0x7fff));
+    const I high = Srl<16>(Add(bits, up));
+    StoreEight(p,
+               _mm_packus_epi32(_mm256_castsi256_si128(high), _mm256_extracti128_si256(high, 1)));
+  }
+};
+template <>
+struct WholeLanes<Float::kF16> {
+  using Element = uint16_t;
+  static F Load(const void* p) { return _mm256_cvtph_ps(LoadEight(p)); }
+  static void Store(void* p, F v) {
+    StoreEight(p, _mm256_cvtps_ph(Rounded(v), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+  }
+};
+template <Float dtype>
+struct Lanes : WholeLanes<dtype> {
+  using Element = typename WholeLanes<dtype>::Element;
+  static F LoadPart(const void* p, int64_t n) {
+    Element all[kLanes] = {};
+    memcpy(all, p, static_cast<size_t>(n) * sizeof(Element));
+    return WholeLanes<dtype>::Load(all);
+  }
+  static void StorePart(void* p, F v, int64_t n) {
+    Element all[kLanes];
+    WholeLanes<dtype>::Store(all, v);
+    memcpy(p, all, static_cast<size_t>(n) * sizeof(Element));
+  }
+};
+
 }  // namespace
 }  // namespace te_flax::cpu
 

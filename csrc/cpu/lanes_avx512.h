@@ -195,6 +195,56 @@ inline void CopyPart(uint8_t* to, const uint8_t* from, int64_t n) {
 }
 inline void StreamI(void* p, I v) { _mm512_stream_si512(static_cast<__m512i*>(p), v); }
 
+// kLanes consecutive elements, or the first n of them, as float32 and back. Rounded values have one
+// NaN and, with FTZ and DAZ, no subnormal.
+inline __mmask16 First(int64_t n) { return static_cast<__mmask16>((1u << n) - 1); }
+inline F Rounded(F v) {
+  return _mm512_mask_mov_ps(Mul(v, SetF(1.0f)), _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q),
+                            AsF(Set(kQuietNan)));
+}
+template <Float dtype>
+struct Lanes;
+template <>
+struct Lanes<Float::kF32> {
+  static F Load(const void* p) { return _mm512_loadu_ps(p); }
+  static F LoadPart(const void* p, int64_t n) { return _mm512_maskz_loadu_ps(First(n), p); }
+  static void Store(void* p, F v) { _mm512_storeu_ps(p, Rounded(v)); }
+  static void StorePart(void* p, F v, int64_t n) { _mm512_mask_storeu_ps(p, First(n), Rounded(v)); }
+};
+struct Lanes16 {
+  static __m256i LoadAll(const void* p) {
+    return _mm256_loadu_si256(static_cast<const __m256i*>(p));
+  }
+  static __m256i LoadSome(const void* p, int64_t n) {
+    return _mm256_maskz_loadu_epi16(First(n), p);
+  }
+  static void StoreAll(void* p, __m256i v) { _mm256_storeu_si256(static_cast<__m256i*>(p), v); }
+  static void StoreSome(void* p, __m256i v, int64_t n) { _mm256_mask_storeu_epi16(p, First(n), v); }
+};
+template <>
+struct Lanes<Float::kBf16> : Lanes16 {
+  static F Widen(__m256i v) { return AsF(Sll<16>(_mm512_cvtepu16_epi32(v))); }
+  static __m256i Narrow(F v) {
+    const I bits = AsI(Rounded(v));
+    const I up = Add(And(Srl<16>(bits), Set(1)), Set(0x7fff));
+    return _mm512_cvtepi32_epi16(Srl<16>(Add(bits, up)));
+  }
+  static F Load(const void* p) { return Widen(LoadAll(p)); }
+  static F LoadPart(const void* p, int64_t n) { return Widen(LoadSome(p, n)); }
+  static void Store(void* p, F v) { StoreAll(p, Narrow(v)); }
+  static void StorePart(void* p, F v, int64_t n) { StoreSome(p, Narrow(v), n); }
+};
+template <>
+struct Lanes<Float::kF16> : Lanes16 {
+  static __m256i Narrow(F v) {
+    return _mm512_cvtps_ph(Rounded(v), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  }
+  static F Load(const void* p) { return _mm512_cvtph_ps(LoadAll(p)); }
+  static F LoadPart(const void* p, int64_t n) { return _mm512_cvtph_ps(LoadSome(p, n)); }
+  static void Store(void* p, F v) { StoreAll(p, Narrow(v)); }
+  static void StorePart(void* p, F v, int64_t n) { StoreSome(p, Narrow(v), n); }
+};
+
 }  // namespace
 }  // namespace te_flax::cpu
 
