@@ -1,9 +1,13 @@
 // Plain loops for any processor: the meaning of the kernels, and the slow path of the vector ones.
+#include "cpu/flush.h"
 #include "cpu/kernels.h"
+#include "cpu/lanes_base.h"
 #include "cpu/scalar.h"
 
 namespace te_flax::cpu {
 namespace {
+
+#include "cpu/activation.inc"
 
 inline void Join(uint32_t bits, Amax* amax) {
   const uint32_t a = bits & kAbs;
@@ -169,7 +173,7 @@ void ScalarMxfp8Block(Float dtype, Format format, const void* x, int64_t x_strid
   Dispatch<Block>(dtype, format, x, x_stride, code_stride, n, e8m0, codes);
 }
 
-const Kernels kBaseKernels = {"base", ScalarAmax, BaseQuantizeTensor, BaseQuantizeMxfp8,
-                              BaseSumRows};
+const Kernels kBaseKernels = {"base",      ScalarAmax, BaseQuantizeTensor, BaseQuantizeMxfp8,
+                              BaseSumRows, Activate};
 
 }  // namespace te_flax::cpu

@@ -29,10 +29,16 @@ inline I Or(I a, I b) { return _mm256_or_si256(a, b); }
 inline I Add(I a, I b) { return _mm256_add_epi32(a, b); }
 inline I Sub(I a, I b) { return _mm256_sub_epi32(a, b); }
 inline I Max32(I a, I b) { return _mm256_max_epi32(a, b); }
+inline I Min32(I a, I b) { return _mm256_min_epi32(a, b); }
 inline I Max16(I a, I b) { return _mm256_max_epu16(a, b); }
 inline F Mul(F a, F b) { return _mm256_mul_ps(a, b); }
 inline F AddF(F a, F b) { return _mm256_add_ps(a, b); }
 inline F MinF(F a, F b) { return _mm256_min_ps(a, b); }
+inline F MaxF(F a, F b) { return _mm256_max_ps(a, b); }
+inline F SubF(F a, F b) { return _mm256_sub_ps(a, b); }
+inline F Div(F a, F b) { return _mm256_div_ps(a, b); }
+inline F LoadF(const float* p) { return _mm256_loadu_ps(p); }
+inline void StoreF(float* p, F v) { _mm256_storeu_ps(p, v); }
 template <int n>
 inline I Srl(I v) {
   return _mm256_srli_epi32(v, n);
@@ -41,9 +47,12 @@ template <int n>
 inline I Sll(I v) {
   return _mm256_slli_epi32(v, n);
 }
-// a < b ? x : y, signed.
+// a < b ? x : y; integers are signed.
 inline I SelectLess(I a, I b, I x, I y) {
   return _mm256_blendv_epi8(y, x, _mm256_cmpgt_epi32(b, a));
+}
+inline F SelectLess(F a, F b, F x, F y) {
+  return _mm256_blendv_ps(y, x, _mm256_cmp_ps(a, b, _CMP_LT_OQ));
 }
 // Bits of x where mask is set, of y elsewhere.
 inline I Merge(I mask, I x, I y) { return Or(And(mask, x), _mm256_andnot_si256(mask, y)); }

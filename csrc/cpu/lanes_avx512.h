@@ -32,10 +32,16 @@ inline I Or(I a, I b) { return _mm512_or_si512(a, b); }
 inline I Add(I a, I b) { return _mm512_add_epi32(a, b); }
 inline I Sub(I a, I b) { return _mm512_sub_epi32(a, b); }
 inline I Max32(I a, I b) { return _mm512_max_epi32(a, b); }
+inline I Min32(I a, I b) { return _mm512_min_epi32(a, b); }
 inline I Max16(I a, I b) { return _mm512_max_epu16(a, b); }
 inline F Mul(F a, F b) { return _mm512_mul_ps(a, b); }
 inline F AddF(F a, F b) { return _mm512_add_ps(a, b); }
 inline F MinF(F a, F b) { return _mm512_min_ps(a, b); }
+inline F MaxF(F a, F b) { return _mm512_max_ps(a, b); }
+inline F SubF(F a, F b) { return _mm512_sub_ps(a, b); }
+inline F Div(F a, F b) { return _mm512_div_ps(a, b); }
+inline F LoadF(const float* p) { return _mm512_loadu_ps(p); }
+inline void StoreF(float* p, F v) { _mm512_storeu_ps(p, v); }
 template <int n>
 inline I Srl(I v) {
   return _mm512_srli_epi32(v, n);
@@ -44,9 +50,12 @@ template <int n>
 inline I Sll(I v) {
   return _mm512_slli_epi32(v, n);
 }
-// a < b ? x : y, signed.
+// a < b ? x : y; integers are signed.
 inline I SelectLess(I a, I b, I x, I y) {
   return _mm512_mask_mov_epi32(y, _mm512_cmplt_epi32_mask(a, b), x);
+}
+inline F SelectLess(F a, F b, F x, F y) {
+  return _mm512_mask_mov_ps(y, _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), x);
 }
 // Bits of x where mask is set, of y elsewhere.
 inline I Merge(I mask, I x, I y) { return _mm512_ternarylogic_epi32(mask, x, y, 0xca); }
