@@ -179,10 +179,9 @@ inline void CopyPart(uint8_t* to, const uint8_t* from, int64_t n) {
 inline void StreamI(void* p, I v) { _mm256_stream_si256(static_cast<__m256i*>(p), v); }
 
 // kLanes consecutive elements, or the first n of them, as float32 and back. Rounded values have one
-// NaN and, with FTZ and DAZ, no subnormal.
+// NaN; FTZ left no subnormal.
 inline F Rounded(F v) {
-  return _mm256_blendv_ps(Mul(v, SetF(1.0f)), AsF(Set(kQuietNan)),
-                          _mm256_cmp_ps(v, v, _CMP_UNORD_Q));
+  return _mm256_blendv_ps(v, AsF(Set(kQuietNan)), _mm256_cmp_ps(v, v, _CMP_UNORD_Q));
 }
 template <Float dtype>
 struct WholeLanes;

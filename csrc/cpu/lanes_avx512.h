@@ -205,11 +205,10 @@ inline void CopyPart(uint8_t* to, const uint8_t* from, int64_t n) {
 inline void StreamI(void* p, I v) { _mm512_stream_si512(static_cast<__m512i*>(p), v); }
 
 // kLanes consecutive elements, or the first n of them, as float32 and back. Rounded values have one
-// NaN and, with FTZ and DAZ, no subnormal.
+// NaN; FTZ left no subnormal.
 inline __mmask16 First(int64_t n) { return static_cast<__mmask16>((1u << n) - 1); }
 inline F Rounded(F v) {
-  return _mm512_mask_mov_ps(Mul(v, SetF(1.0f)), _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q),
-                            AsF(Set(kQuietNan)));
+  return _mm512_mask_mov_ps(v, _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q), AsF(Set(kQuietNan)));
 }
 template <Float dtype>
 struct Lanes;
