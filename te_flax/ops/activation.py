@@ -38,10 +38,10 @@ def _gated_sigmoid(x: Array, u: Array, w: Array) -> tuple[Array, Array]:
     half = jnp.exp(-0.5 * jnp.abs(u))
     e = half * half
     g = 1 / (1 + e)
-    # Where these clamps change something the result is 0, x or 1: no inf * 0.
-    x = jnp.maximum(x, jnp.finfo(x.dtype).min)
+    # Where these clamps change something the result is 0 or 1: no inf * 0.
     w = jnp.clip(w, -(2.0**60), 2.0**60)
-    low = _times_exp(x * g, half), _times_exp(g * (1 + w * g), half)
+    low = jnp.maximum(x, -(2.0**100)) * g, g * (1 + w * g)
+    low = [_times_exp(y, half) for y in low]
     high = x * g, g * (1 + w * (e * g))
     return tuple(jnp.where(u < 0, a, b) for a, b in zip(low, high, strict=True))
 
@@ -78,7 +78,7 @@ def _silu(x: Array, *_) -> tuple[Array, Array]:
 
 
 def _relu(x: Array, *_) -> tuple[Array, Array]:
-    return jnp.maximum(x, 0), (x > 0).astype(x.dtype)
+    return jnp.maximum(x, 0), jnp.where(x > 0, jnp.ones_like(x), 0)
 
 
 def _squared_relu(x: Array, *_) -> tuple[Array, Array]:
@@ -97,7 +97,7 @@ def _clamped_silu(x: Array, limit, alpha, offset) -> tuple[Array, Array]:
 
 
 def _clamped_linear(x: Array, limit, alpha, offset) -> tuple[Array, Array]:
-    inside = (jnp.abs(x) <= limit).astype(x.dtype)
+    inside = jnp.where(jnp.abs(x) <= limit, jnp.ones_like(x), 0)
     return jnp.clip(x, -limit, limit) + offset, inside
 
 

@@ -3,15 +3,19 @@
 import math
 
 import numpy as np
+from _activations import backward, close_to_limits, forward
 from _quantizers import REFERENCE, Implementation
 
 from te_flax.ops import mxfp8
 from te_flax.ops._fused import Family, Variant
+from te_flax.ops._op import KernelOp
 from te_flax.ops.activation import ACT_BWD, ACT_FWD, QUANTIZE_DBIAS
 from te_flax.testing import oracle
+from te_flax.testing.numerics import close_to, sum_bound
 from te_flax.testing.patterns import same_bits
 
 FAMILIES = {family.name: family for family in (ACT_FWD, ACT_BWD, QUANTIZE_DBIAS)}
+HANDLERS = ("act_fwd", "act_bwd", "quantize_dbias", "norm_fwd", "norm_bwd")
 FORMATS = {"row_format": "e4m3", "col_format": "e5m2"}
 VALUES = {"limit": 7.0, "alpha": 1.702, "offset": 1.0}
 SCALE = np.float32(3.7)
@@ -58,15 +62,17 @@ def full(family: Family, scaling: str) -> Variant:
     return max(last, key=lambda v: (len(v.copies), v.h, v.dbias))
 
 
-def expected(scaling: str, h: np.ndarray, k_ndim: int) -> dict[str, np.ndarray]:
+def expected(
+    scaling: str, h: np.ndarray, k_ndim: int, formats=FORMATS, scale=SCALE
+) -> dict[str, np.ndarray]:
     """Codes, scales, amax and dbias that the quantizers make of h.
 
     By the numpy oracle, or where that takes long by the references, which equal it.
     """
-    options = {"k_ndim": k_ndim, **FORMATS}
+    options = {"k_ndim": k_ndim, **formats}
     if scaling == "tensor":
         names = ("row", "col", "amax")
-        codes = oracle.quantize(h, SCALE, **options)
+        codes = oracle.quantize(h, scale, **options)
     else:
         names = ("row", "row_scale", "col", "col_scale", "amax")
         slow = h.size > 1 << 15
@@ -102,3 +108,29 @@ def same_results(got: dict, want: dict) -> None:
     """All of got, to the bit; want may hold more."""
     for name, value in got.items():
         same_bits(value, want[name])
+
+
+def check(op: KernelOp, attrs, arrays, got) -> None:
+    """One call of a variant that returns h, or of a quantizer with dbias.
+
+    h is within its bound, the rest what the quantizers make of it; dbias within that of
+    a sum in any order, as a mesh may take it.
+    """
+    found = dict(zip((a.name for a in op.dims.outs), map(np.asarray, got), strict=True))
+    given = dict(zip((a.name for a in op.dims.ins), map(np.asarray, arrays), strict=True))
+    h, k_ndim = found.get("h", given["x"]), attrs["k_ndim"]
+    if op.handler == "act_fwd":
+        close_to_limits(h, *forward(given["x"], attrs))
+    elif op.handler == "act_bwd":
+        close_to_limits(h, *backward(given["dy"], given["x"], attrs))
+    formats = {f: attrs.get(f, FORMATS[f]) for f in FORMATS}
+    h, whole = h.astype(attrs["out_dtype"]), k_ndim + (op.handler == "act_bwd")
+    scaling = op.handler_attrs["scaling"]
+    want = expected(scaling, h, whole, formats, given.get("scale", SCALE))
+    dbias = found.pop("dbias", None)
+    same_results({n: a for n, a in found.items() if n != "h"}, want)
+    if dbias is not None:
+        tokens = tuple(range(h.ndim - whole))
+        wide = h.astype(np.float64)
+        count = math.prod(h.shape[: len(tokens)])
+        close_to(dbias, wide.sum(tokens), sum_bound(count, np.abs(wide).sum(tokens)))
