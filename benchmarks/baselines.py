@@ -4,6 +4,8 @@ None of it is exact in te_flax's sense (docs/numerics.md): NaN keeps its sign, t
 scale goes through log2. It is the usual code, and XLA may do with it what it likes.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
@@ -60,6 +62,45 @@ def mxfp8_rowcol(x: Array) -> tuple[Array, ...]:
     return codes, scales, col.reshape(padded.shape)[:m], col_scales, amax
 
 
+def layernorm(x: Array, gamma: Array, beta: Array) -> Array:
+    """LayerNorm in float32, rounded to the dtype of x."""
+    wide = x.astype(jnp.float32)
+    mean = jnp.mean(wide, axis=-1, keepdims=True)
+    variance = jnp.var(wide, axis=-1, keepdims=True)
+    normed = (wide - mean) * jax.lax.rsqrt(variance + 1e-6)
+    return (normed * gamma + beta).astype(x.dtype)
+
+
+def gelu(x: Array) -> Array:
+    """The tanh form in float32, rounded to the dtype of x."""
+    return jax.nn.gelu(x.astype(jnp.float32)).astype(x.dtype)
+
+
+def dgelu(dy: Array, x: Array) -> Array:
+    """The cotangent of gelu."""
+    return jax.vjp(gelu, x)[1](dy)[0]
+
+
+def _then(quantize: Callable, function: Callable, dbias: bool = False) -> Callable:
+    """Quantizes what a function returns, with its sum over the tokens if asked."""
+
+    def fn(*arrays: Array, scale: tuple[Array, ...] = ()) -> tuple[Array, ...]:
+        h = function(*arrays)
+        sums = (jnp.sum(h.astype(jnp.float32), axis=0),) if dbias else ()
+        return (*quantize(h, *scale), *sums)
+
+    return fn
+
+
+LAYERS = {
+    f"{name}_{scaling}": jax.jit(_then(quantize, function, dbias))
+    for scaling, quantize in {"tensor": quantize_rowcol, "mxfp8": mxfp8_rowcol}.items()
+    for name, function, dbias in (
+        ("layernorm", layernorm, False),
+        ("gelu", gelu, False),
+        ("dgelu_dbias", dgelu, True),
+    )
+}
 BASELINES = {
     name: jax.jit(fn)
     for name, fn in {

@@ -58,12 +58,47 @@ struct Mxfp8Tile {
   uint8_t* col_scale;  // [cols]
 };
 
+enum class Activation : int {
+  kGelu,
+  kGeluExact,
+  kQuickGelu,
+  kSilu,
+  kRelu,
+  kSquaredRelu,
+  kLinear,
+  kClampedSilu,  // always times the clamped linear function
+};
+
+// One piece of h = f(x0) [g(x1)], or of [dx0, dx1] where dy is not null. Strides count elements.
+struct ActivationTile {
+  Activation activation;
+  int slices;  // of x: 1 or 2
+  float limit, alpha, offset;
+  int64_t rows;
+  int64_t cols;
+  Float x_dtype;
+  const void* x;
+  int64_t x_stride;
+  int64_t x_slice_stride;
+  Float dy_dtype;
+  const void* dy;
+  int64_t dy_stride;
+  Float h_dtype;
+  void* h;
+  int64_t h_stride;
+  int64_t h_slice_stride;
+};
+
 struct Kernels {
   const char* name;
   // Each of them joins what it saw into *amax.
   void (*amax)(Float dtype, const void* x, int64_t n, Amax* amax);
   void (*quantize_tensor)(const TensorTile& tile, Amax* amax);
   void (*quantize_mxfp8)(const Mxfp8Tile& tile, Amax* amax);
+  // sums[c] = (x[0][c] + x[1][c]) + x[2][c] ..., in float32; 0 without rows, NaN is kQuietNan.
+  void (*sum_rows)(Float dtype, const void* x, int64_t x_stride, int64_t rows, int64_t cols,
+                   float* sums);
+  void (*activate)(const ActivationTile& tile);
 };
 
 extern const Kernels kBaseKernels;

@@ -1,3 +1,4 @@
+#include "cpu/flush.h"
 #include "cpu/kernels.h"
 #include "cpu/lanes_avx2.h"
 #include "cpu/scalar.h"

@@ -1,9 +1,13 @@
 // Plain loops for any processor: the meaning of the kernels, and the slow path of the vector ones.
+#include "cpu/flush.h"
 #include "cpu/kernels.h"
+#include "cpu/lanes_base.h"
 #include "cpu/scalar.h"
 
 namespace te_flax::cpu {
 namespace {
+
+#include "cpu/activation.inc"
 
 inline void Join(uint32_t bits, Amax* amax) {
   const uint32_t a = bits & kAbs;
@@ -129,6 +133,28 @@ void BaseQuantizeMxfp8(const Mxfp8Tile& t, Amax* amax) {
   }
 }
 
+template <Float dtype>
+void SumRowsOf(const void* data, int64_t x_stride, int64_t rows, int64_t cols, float* sums) {
+  const auto* x = static_cast<const typename Element<dtype>::Type*>(data);
+  for (int64_t c = 0; c < cols; ++c) sums[c] = 0.0f;
+  for (int64_t r = 0; r < rows; ++r) {
+    for (int64_t c = 0; c < cols; ++c) {
+      // A sum below 2^-126 is exact, so it does not matter who flushes it.
+      sums[c] = FlushScale(sums[c] + BitCast<float>(Element<dtype>::Load(x[r * x_stride + c])));
+    }
+  }
+  for (int64_t c = 0; c < cols; ++c) {
+    if (!(sums[c] == sums[c])) sums[c] = BitCast<float>(kQuietNan);
+  }
+}
+
+void BaseSumRows(Float dtype, const void* x, int64_t x_stride, int64_t rows, int64_t cols,
+                 float* sums) {
+  if (dtype == Float::kF32) return SumRowsOf<Float::kF32>(x, x_stride, rows, cols, sums);
+  if (dtype == Float::kBf16) return SumRowsOf<Float::kBf16>(x, x_stride, rows, cols, sums);
+  return SumRowsOf<Float::kF16>(x, x_stride, rows, cols, sums);
+}
+
 }  // namespace
 
 void ScalarAmax(Float dtype, const void* x, int64_t n, Amax* amax) noexcept {
@@ -147,6 +173,7 @@ void ScalarMxfp8Block(Float dtype, Format format, const void* x, int64_t x_strid
   Dispatch<Block>(dtype, format, x, x_stride, code_stride, n, e8m0, codes);
 }
 
-const Kernels kBaseKernels = {"base", ScalarAmax, BaseQuantizeTensor, BaseQuantizeMxfp8};
+const Kernels kBaseKernels = {"base",      ScalarAmax, BaseQuantizeTensor, BaseQuantizeMxfp8,
+                              BaseSumRows, Activate};
 
 }  // namespace te_flax::cpu

@@ -29,10 +29,16 @@ inline I Or(I a, I b) { return _mm256_or_si256(a, b); }
 inline I Add(I a, I b) { return _mm256_add_epi32(a, b); }
 inline I Sub(I a, I b) { return _mm256_sub_epi32(a, b); }
 inline I Max32(I a, I b) { return _mm256_max_epi32(a, b); }
+inline I Min32(I a, I b) { return _mm256_min_epi32(a, b); }
 inline I Max16(I a, I b) { return _mm256_max_epu16(a, b); }
 inline F Mul(F a, F b) { return _mm256_mul_ps(a, b); }
 inline F AddF(F a, F b) { return _mm256_add_ps(a, b); }
 inline F MinF(F a, F b) { return _mm256_min_ps(a, b); }
+inline F MaxF(F a, F b) { return _mm256_max_ps(a, b); }
+inline F SubF(F a, F b) { return _mm256_sub_ps(a, b); }
+inline F Div(F a, F b) { return _mm256_div_ps(a, b); }
+inline F LoadF(const float* p) { return _mm256_loadu_ps(p); }
+inline void StoreF(float* p, F v) { _mm256_storeu_ps(p, v); }
 template <int n>
 inline I Srl(I v) {
   return _mm256_srli_epi32(v, n);
@@ -41,9 +47,12 @@ template <int n>
 inline I Sll(I v) {
   return _mm256_slli_epi32(v, n);
 }
-// a < b ? x : y, signed.
+// a < b ? x : y; integers are signed.
 inline I SelectLess(I a, I b, I x, I y) {
   return _mm256_blendv_epi8(y, x, _mm256_cmpgt_epi32(b, a));
+}
+inline F SelectLess(F a, F b, F x, F y) {
+  return _mm256_blendv_ps(y, x, _mm256_cmp_ps(a, b, _CMP_LT_OQ));
 }
 // Bits of x where mask is set, of y elsewhere.
 inline I Merge(I mask, I x, I y) { return Or(And(mask, x), _mm256_andnot_si256(mask, y)); }
@@ -168,6 +177,56 @@ inline void CopyPart(uint8_t* to, const uint8_t* from, int64_t n) {
   memcpy(to, from, static_cast<size_t>(n));
 }
 inline void StreamI(void* p, I v) { _mm256_stream_si256(static_cast<__m256i*>(p), v); }
+
+// kLanes consecutive elements, or the first n of them, as float32 and back. Rounded values have one
+// NaN; FTZ left no subnormal.
+inline F Rounded(F v) {
+  return _mm256_blendv_ps(v, AsF(Set(kQuietNan)), _mm256_cmp_ps(v, v, _CMP_UNORD_Q));
+}
+template <Float dtype>
+struct WholeLanes;
+template <>
+struct WholeLanes<Float::kF32> {
+  using Element = uint32_t;
+  static F Load(const void* p) { return AsF(LoadI(p)); }
+  static void Store(void* p, F v) { StoreI(p, AsI(Rounded(v))); }
+};
+inline __m128i LoadEight(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }
+inline void StoreEight(void* p, __m128i v) { _mm_storeu_si128(static_cast<__m128i*>(p), v); }
+template <>
+struct WholeLanes<Float::kBf16> {
+  using Element = uint16_t;
+  static F Load(const void* p) { return AsF(Sll<16>(_mm256_cvtepu16_epi32(LoadEight(p)))); }
+  static void Store(void* p, F v) {
+    const I bits = AsI(Rounded(v));
+    const I up = Add(And(Srl<16>(bits), Set(1)), Set(0x7fff));
+    const I high = Srl<16>(Add(bits, up));
+    StoreEight(p,
+               _mm_packus_epi32(_mm256_castsi256_si128(high), _mm256_extracti128_si256(high, 1)));
+  }
+};
+template <>
+struct WholeLanes<Float::kF16> {
+  using Element = uint16_t;
+  static F Load(const void* p) { return _mm256_cvtph_ps(LoadEight(p)); }
+  static void Store(void* p, F v) {
+    StoreEight(p, _mm256_cvtps_ph(Rounded(v), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+  }
+};
+template <Float dtype>
+struct Lanes : WholeLanes<dtype> {
+  using Element = typename WholeLanes<dtype>::Element;
+  static F LoadPart(const void* p, int64_t n) {
+    Element all[kLanes] = {};
+    memcpy(all, p, static_cast<size_t>(n) * sizeof(Element));
+    return WholeLanes<dtype>::Load(all);
+  }
+  static void StorePart(void* p, F v, int64_t n) {
+    Element all[kLanes];
+    WholeLanes<dtype>::Store(all, v);
+    memcpy(p, all, static_cast<size_t>(n) * sizeof(Element));
+  }
+};
 
 }  // namespace
 }  // namespace te_flax::cpu

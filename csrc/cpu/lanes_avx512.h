@@ -32,10 +32,16 @@ inline I Or(I a, I b) { return _mm512_or_si512(a, b); }
 inline I Add(I a, I b) { return _mm512_add_epi32(a, b); }
 inline I Sub(I a, I b) { return _mm512_sub_epi32(a, b); }
 inline I Max32(I a, I b) { return _mm512_max_epi32(a, b); }
+inline I Min32(I a, I b) { return _mm512_min_epi32(a, b); }
 inline I Max16(I a, I b) { return _mm512_max_epu16(a, b); }
 inline F Mul(F a, F b) { return _mm512_mul_ps(a, b); }
 inline F AddF(F a, F b) { return _mm512_add_ps(a, b); }
 inline F MinF(F a, F b) { return _mm512_min_ps(a, b); }
+inline F MaxF(F a, F b) { return _mm512_max_ps(a, b); }
+inline F SubF(F a, F b) { return _mm512_sub_ps(a, b); }
+inline F Div(F a, F b) { return _mm512_div_ps(a, b); }
+inline F LoadF(const float* p) { return _mm512_loadu_ps(p); }
+inline void StoreF(float* p, F v) { _mm512_storeu_ps(p, v); }
 template <int n>
 inline I Srl(I v) {
   return _mm512_srli_epi32(v, n);
@@ -44,9 +50,12 @@ template <int n>
 inline I Sll(I v) {
   return _mm512_slli_epi32(v, n);
 }
-// a < b ? x : y, signed.
+// a < b ? x : y; integers are signed.
 inline I SelectLess(I a, I b, I x, I y) {
   return _mm512_mask_mov_epi32(y, _mm512_cmplt_epi32_mask(a, b), x);
+}
+inline F SelectLess(F a, F b, F x, F y) {
+  return _mm512_mask_mov_ps(y, _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), x);
 }
 // Bits of x where mask is set, of y elsewhere.
 inline I Merge(I mask, I x, I y) { return _mm512_ternarylogic_epi32(mask, x, y, 0xca); }
@@ -194,6 +203,55 @@ inline void CopyPart(uint8_t* to, const uint8_t* from, int64_t n) {
   _mm512_mask_storeu_epi8(to, mask, _mm512_maskz_loadu_epi8(mask, from));
 }
 inline void StreamI(void* p, I v) { _mm512_stream_si512(static_cast<__m512i*>(p), v); }
+
+// kLanes consecutive elements, or the first n of them, as float32 and back. Rounded values have one
+// NaN; FTZ left no subnormal.
+inline __mmask16 First(int64_t n) { return static_cast<__mmask16>((1u << n) - 1); }
+inline F Rounded(F v) {
+  return _mm512_mask_mov_ps(v, _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q), AsF(Set(kQuietNan)));
+}
+template <Float dtype>
+struct Lanes;
+template <>
+struct Lanes<Float::kF32> {
+  static F Load(const void* p) { return _mm512_loadu_ps(p); }
+  static F LoadPart(const void* p, int64_t n) { return _mm512_maskz_loadu_ps(First(n), p); }
+  static void Store(void* p, F v) { _mm512_storeu_ps(p, Rounded(v)); }
+  static void StorePart(void* p, F v, int64_t n) { _mm512_mask_storeu_ps(p, First(n), Rounded(v)); }
+};
+struct Lanes16 {
+  static __m256i LoadAll(const void* p) {
+    return _mm256_loadu_si256(static_cast<const __m256i*>(p));
+  }
+  static __m256i LoadSome(const void* p, int64_t n) {
+    return _mm256_maskz_loadu_epi16(First(n), p);
+  }
+  static void StoreAll(void* p, __m256i v) { _mm256_storeu_si256(static_cast<__m256i*>(p), v); }
+  static void StoreSome(void* p, __m256i v, int64_t n) { _mm256_mask_storeu_epi16(p, First(n), v); }
+};
+template <>
+struct Lanes<Float::kBf16> : Lanes16 {
+  static F Widen(__m256i v) { return AsF(Sll<16>(_mm512_cvtepu16_epi32(v))); }
+  static __m256i Narrow(F v) {
+    const I bits = AsI(Rounded(v));
+    const I up = Add(And(Srl<16>(bits), Set(1)), Set(0x7fff));
+    return _mm512_cvtepi32_epi16(Srl<16>(Add(bits, up)));
+  }
+  static F Load(const void* p) { return Widen(LoadAll(p)); }
+  static F LoadPart(const void* p, int64_t n) { return Widen(LoadSome(p, n)); }
+  static void Store(void* p, F v) { StoreAll(p, Narrow(v)); }
+  static void StorePart(void* p, F v, int64_t n) { StoreSome(p, Narrow(v), n); }
+};
+template <>
+struct Lanes<Float::kF16> : Lanes16 {
+  static __m256i Narrow(F v) {
+    return _mm512_cvtps_ph(Rounded(v), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  }
+  static F Load(const void* p) { return _mm512_cvtph_ps(LoadAll(p)); }
+  static F LoadPart(const void* p, int64_t n) { return _mm512_cvtph_ps(LoadSome(p, n)); }
+  static void Store(void* p, F v) { StoreAll(p, Narrow(v)); }
+  static void StorePart(void* p, F v, int64_t n) { StoreSome(p, Narrow(v), n); }
+};
 
 }  // namespace
 }  // namespace te_flax::cpu

@@ -64,9 +64,13 @@ inline void AdviseHugePages(const ffi::AnyBuffer& buffer) {
 #endif
 }
 
-inline void WriteAmax(const Amax& amax, const ffi::AnyBuffer& result) {
+inline void WriteAmax(const Amax& amax, void* result) {
   const uint32_t words[2] = {amax.finite, amax.nonfinite != 0 ? 0x3f800000u : 0u};
-  std::memcpy(result.untyped_data(), words, sizeof(words));
+  std::memcpy(result, words, sizeof(words));
+}
+
+inline void WriteAmax(const Amax& amax, const ffi::AnyBuffer& result) {
+  WriteAmax(amax, result.untyped_data());
 }
 
 }  // namespace te_flax::cpu

@@ -1,9 +1,9 @@
 """Fused ops: a function h = f(..), rounded once, and its quantized copies in one pass.
 
 A :class:`Family` declares f; each variant is a KernelOp of its own. All of them mean
-one thing: h is computed in float32 and rounded once to ``out_dtype``; codes, scales,
-dbias and amax are those of the quantizers applied to that h. So leaving a result away
-changes no bit of the others.
+one thing: h is computed in float32 and rounded once to ``out_dtype`` (below 2^-126 it
+is the zero of its sign), and codes, scales, dbias and amax are those of the quantizers
+applied to that h. So leaving a result away changes no bit of the others.
 """
 
 import dataclasses
@@ -226,7 +226,7 @@ def _reference(family: Family, v: Variant) -> Callable[..., tuple]:
         first = int(v.noop)
         own, rest = arrays[first : first + count], arrays[first + count :]
         wide, *extras = family.compute(*own, k_ndim=k_ndim, **attrs)
-        h = _bits.narrow(_bits.as_bits(wide), out_dtype)
+        h = _bits.narrow(_bits.flush(_bits.as_bits(wide)), out_dtype)
         scale = rest[: int(v.scaling == "tensor")]
         whole = k_ndim + bool(family.dim)
         *codes, amax = _quantized(h, v, scale, whole, formats)

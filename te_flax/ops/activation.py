@@ -2,7 +2,8 @@
 
 ``x [M.., A, K..]`` holds one slice per activation of a name such as ``"gelu"`` (A = 1)
 or ``"silu,linear"`` (A = 2); h is the product of the activated slices. Every form is
-free of cancellation: no ``1 + tanh`` and no ``1 - sigmoid``.
+free of cancellation: no ``1 + tanh`` and no ``1 - sigmoid``. At an infinity it takes its
+limit.
 """
 
 import math
@@ -15,45 +16,69 @@ from te_flax.errors import message
 from te_flax.ops._fused import Family, variants
 from te_flax.typing import FLOATS, Array
 
-_GELU = math.sqrt(2 / math.pi)
+_GELU = 2 * math.sqrt(2 / math.pi)
 _CUBIC = 0.044715
 _QUICK = 1.702
+_DENSITY = 1 / math.sqrt(2 * math.pi)
+# Q(a) = erfc(a / sqrt(2)) / 2 is 1/2 - a times the first polynomial in a^2 up to 1, and
+# exp(-a^2 / 2) t times the second in t = 1 / (1 + a / 2) from there to 19; both minimax.
+_NEAR = (0.398942292, -0.0664903596, 0.00997332297, -0.00118632999, 0.00011348637,
+         -7.65420828e-06)  # fmt: skip
+_FAR = (0.199472323, 0.199427292, 0.150271431, 0.0444873571, -0.0383314341, -0.163535193,
+        -0.0455167182, 0.454929113, -0.440572202, 0.140028492)  # fmt: skip
 
 
-def _sigmoid(u: Array) -> tuple[Array, Array]:
-    """sigmoid(u) and sigmoid(-u), each to full relative precision."""
-    e = jnp.exp(-jnp.abs(u))
-    large, small = 1 / (1 + e), e / (1 + e)
-    return jnp.where(u < 0, small, large), jnp.where(u < 0, large, small)
+def _times_exp(y: Array, half: Array) -> Array:
+    """y exp(v), given exp(v / 2): a small exp(v) times a large y is no 0."""
+    return y * half * half
 
 
-def _gated_sigmoid(x: Array, u: Array, du: Array) -> tuple[Array, Array]:
-    """Returns x * sigmoid(u) and its derivative s + x s (1 - s) du."""
-    s, t = _sigmoid(u)
-    return x * s, s + x * s * t * du
+def _gated_sigmoid(x: Array, u: Array, w: Array) -> tuple[Array, Array]:
+    """Returns x s with s = sigmoid(u), and s + w s (1 - s), where w = x du/dx."""
+    half = jnp.exp(-0.5 * jnp.abs(u))
+    e = half * half
+    g = 1 / (1 + e)
+    # Where these clamps change something the result is 0 or 1: no inf * 0.
+    w = jnp.clip(w, -(2.0**60), 2.0**60)
+    low = jnp.maximum(x, -(2.0**100)) * g, g * (1 + w * g)
+    low = [_times_exp(y, half) for y in low]
+    high = x * g, g * (1 + w * (e * g))
+    return tuple(jnp.where(u < 0, a, b) for a, b in zip(low, high, strict=True))
 
 
 def _gelu(x: Array, *_) -> tuple[Array, Array]:
-    u = 2 * _GELU * (x + _CUBIC * x * x * x)
-    return _gated_sigmoid(x, u, 2 * _GELU * (1 + 3 * _CUBIC * x * x))
+    square = x * x
+    u = x * (_GELU + _GELU * _CUBIC * square)
+    return _gated_sigmoid(x, u, x * (_GELU + 3 * _GELU * _CUBIC * square))
 
 
 def _gelu_exact(x: Array, *_) -> tuple[Array, Array]:
-    half = 0.5 * lax.erfc(-x * math.sqrt(0.5))
-    density = jnp.exp(-0.5 * x * x) * (0.5 * _GELU)
-    return x * half, half + x * density
+    """x (1 - Q(x)) and 1 - Q(x) + x exp(-x^2 / 2) / sqrt(2 pi), Q(-a) = 1 - Q(a)."""
+    a = jnp.minimum(jnp.abs(x), 19)  # from there on Q is 0
+    half = jnp.exp(-0.25 * a * a)
+    e = half * half
+    near = 0.5 - a * jnp.polyval(jnp.array(_NEAR[::-1], x.dtype), a * a)
+    t = 1 / (1 + 0.5 * a)
+    ratio = t * jnp.polyval(jnp.array(_FAR[::-1], x.dtype), t)
+    d = ratio - a * _DENSITY
+    q = jnp.where(a < 1, near, ratio * e)
+    rest = 1 - q
+    tail = jnp.where(a < 1, -a * q, _times_exp(-a * ratio, half))
+    slope = jnp.where(x < 0, q, rest) + x * (_DENSITY * e)
+    far = jnp.where(x < 0, _times_exp(d, half), 1 - d * e)
+    return jnp.where(x < 0, tail, x * rest), jnp.where(a < 1, slope, far)
 
 
 def _quick_gelu(x: Array, *_) -> tuple[Array, Array]:
-    return _gated_sigmoid(x, _QUICK * x, jnp.full_like(x, _QUICK))
+    return _gated_sigmoid(x, _QUICK * x, _QUICK * x)
 
 
 def _silu(x: Array, *_) -> tuple[Array, Array]:
-    return _gated_sigmoid(x, x, jnp.ones_like(x))
+    return _gated_sigmoid(x, x, x)
 
 
 def _relu(x: Array, *_) -> tuple[Array, Array]:
-    return jnp.maximum(x, 0), (x > 0).astype(x.dtype)
+    return jnp.maximum(x, 0), jnp.where(x > 0, jnp.ones_like(x), 0)
 
 
 def _squared_relu(x: Array, *_) -> tuple[Array, Array]:
@@ -67,12 +92,12 @@ def _linear(x: Array, *_) -> tuple[Array, Array]:
 
 def _clamped_silu(x: Array, limit, alpha, offset) -> tuple[Array, Array]:
     a = jnp.minimum(x, limit)
-    y, slope = _gated_sigmoid(a, alpha * a, jnp.full_like(x, alpha))
+    y, slope = _gated_sigmoid(a, alpha * a, alpha * a)
     return y, jnp.where(x <= limit, slope, 0)
 
 
 def _clamped_linear(x: Array, limit, alpha, offset) -> tuple[Array, Array]:
-    inside = (jnp.abs(x) <= limit).astype(x.dtype)
+    inside = jnp.where(jnp.abs(x) <= limit, jnp.ones_like(x), 0)
     return jnp.clip(x, -limit, limit) + offset, inside
 
 

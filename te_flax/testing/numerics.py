@@ -80,6 +80,46 @@ def gemm_bound(
     return error + output_rounding(exact, error, dtype)
 
 
+def activation_bound(
+    size: ArrayLike,
+    argument: ArrayLike,
+    exact: ArrayLike,
+    dtype: DTypeLike,
+    *,
+    count: int,
+    factor: ArrayLike = 0.0,
+) -> np.ndarray:
+    """Bounds an activation or its derivative: ``count 2^-24 size (1 + 2 |u|)``.
+
+    In units of 2^-24, x sigmoid(u) sees 2 of the exponential, 1 each of 1 + e, the
+    quotient and the product, weighted so that 4 hold where u is near 0, and 5 |u| of
+    the rounded argument u: count 4. The second term of the derivative has up to 6 more,
+    but is at most 3 |u| of the first, and dy adds 1: count 8 with the magnitudes of
+    both terms. Each factor behind, as of a gated slice, adds 1 and what it erred by.
+
+    Args:
+        size: the magnitudes of the terms of the result, in float64.
+        argument: of the exponential.
+        exact: the result in float64.
+        dtype: of the result.
+        count: float32 roundings.
+        factor: what a value below 2^-126, which counts as 0, is multiplied by.
+
+    Returns:
+        The bound, with half an ulp of the dtype for the last rounding.
+
+    Example:
+        >>> float(activation_bound(2.0**24, 0.0, 0.0, np.float32, count=4)) < 4.001
+        True
+    """
+    u = np.abs(np.asarray(argument, np.float64))
+    flushed = 2.0**-126 * (1 + np.asarray(factor, np.float64))
+    error = count * UNIT * np.asarray(size, np.float64) * (1 + 2 * u) + flushed
+    info = ml_dtypes.finfo(dtype)
+    magnitude = np.abs(np.asarray(exact, np.float64)) + error
+    return error + float(info.eps) / 2 * (magnitude + float(info.tiny))
+
+
 def sharded_bound(bound: ArrayLike) -> np.ndarray:
     """Bounds a sharded result against that of one device: each may err by ``bound``."""
     return 2 * np.asarray(bound)

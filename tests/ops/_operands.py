@@ -14,6 +14,7 @@ def shape_of(array, sizes):
     shape = []
     for e in array.entries:
         dims = (e.literal,) if e.literal is not None else sizes[e.name]
+        dims = (*sizes[e.before], *dims) if e.before else dims
         shape += [-(-int(np.prod(dims)) // e.block)] if e.block else dims
     return tuple(shape)
 
@@ -26,9 +27,12 @@ def main_operand(op: KernelOp) -> int:
 def operands(op: KernelOp, sizes, dtype=None, attrs=None, seed=0):
     """Numpy operands: the first one (and rhs) of ``dtype``, the others of their first.
 
-    Previous codes take the format in ``attrs``. Floats spread over many decades.
+    Previous results take the types in ``attrs``, A is the number of activations.
+    Floats spread over many decades.
     """
     rng = np.random.default_rng(seed)
+    if "activation" in (attrs or {}):
+        sizes = {**sizes, "A": (len(attrs["activation"].split(",")),)}
     arrays, main = [], main_operand(op)
     for i, array in enumerate(op.dims.ins):
         shape = shape_of(array, sizes)
@@ -36,6 +40,8 @@ def operands(op: KernelOp, sizes, dtype=None, attrs=None, seed=0):
         kind = np.dtype(dtype if dtype is not None and i == main else allowed[0])
         if array.name in ("prev_row", "prev_col"):
             kind = np.dtype(FP8[(attrs or {})[f"{array.name[5:]}_format"]])
+        if array.name == "prev_h":
+            kind = np.dtype((attrs or {})["out_dtype"])
         if array.name == "rhs":  # the other FP8 format, or the same float
             codes = tuple(np.dtype(t) for t in FP8.values())
             same = np.dtype(arrays[0].dtype)

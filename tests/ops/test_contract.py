@@ -1,7 +1,9 @@
 """Every KernelOp through one contract: sizes, jit, vmap, meshes, errors.
 
 Where an op has a handler, whatever runs by default equals the reference bit for bit;
-the GEMMs, which have none here, are held to float64.
+the GEMMs, which have none here, are held to float64. Of the fused ops a few variants
+stand for all (tests/ops/test_fused.py has the others): their h is held to float64, the
+rest to the quantizers applied to that h.
 """
 
 import functools
@@ -16,6 +18,7 @@ import numpy as np
 import pytest
 from _meshes import FAST, A, E, P, collectives, gathered, mesh, placed
 from _operands import gemm_oracle, main_operand, operands, same
+from _variants import HANDLERS, check
 from jax.sharding import AxisType
 
 import te_flax.ops
@@ -27,10 +30,22 @@ from te_flax.testing.numerics import close_to, gemm_bound
 for module in pkgutil.iter_modules(te_flax.ops.__path__):
     importlib.import_module(f"te_flax.ops.{module.name}")
 
-OPS = {n: op for n, op in sorted(KernelOp.registry.items()) if n[:5] != "test_"}
+FUSED = (
+    "act_bwd_mxfp8_rowcol_h_dbias",
+    "act_bwd_rowcol_h_dbias_noop",
+    "act_fwd_mxfp8_row_h_noop",
+    "act_fwd_rowcol_h",
+    "quantize_dbias_mxfp8_rowcol_dbias",
+)
+OPS = {
+    n: op
+    for n, op in sorted(KernelOp.registry.items())
+    if n[:5] != "test_" and (op.handler not in HANDLERS or n in FUSED)
+}
 VARIANT = {op.name: variant for variant, op in GEMMS.items()}
 SIZES = (1, 19, 111, 1024)
 FULL = (  # one of each family on every mesh; the others on one of each kind
+    "act_bwd_mxfp8_rowcol_h_dbias",
     "amax",
     "dequantize",
     "dequantize_mxfp8_row",
@@ -67,7 +82,9 @@ def groups(m, k, n=(7,)):
 
 def agree(op, attrs, arrays, got):
     """Compares with the reference bit for bit, or with float64."""
-    if op.name in VARIANT:
+    if op.name in FUSED:
+        check(op, attrs, arrays, got)
+    elif op.name in VARIANT:
         orientation, scaling, bias = VARIANT[op.name]
         k_ndim = attrs["k_ndim"]
         exact, size = gemm_oracle(
@@ -97,7 +114,7 @@ def test_dtypes_and_sizes(name):
         calls = [operands(op, groups((m,), (k,), (5,)), dtype, attrs) for m, k in pairs]
         call = functools.partial(op, **attrs)
         got = compiled(lambda calls, call=call: [call(*c) for c in calls])(calls)
-        if name in VARIANT:
+        if name in VARIANT or name in FUSED:
             wants = [None] * len(calls)
         else:
             plain = functools.partial(op.reference, **attrs)
@@ -154,7 +171,7 @@ def test_vmap(name):
             [a[i] if on else a for a, on in zip(call, mask, strict=True)]
             for i in range(n)
         ]
-        if name in VARIANT:
+        if name in VARIANT or name in FUSED:
             for i in range(n):
                 agree(op, attrs, entries[i], [r[i] for r in results])
             continue
@@ -226,8 +243,9 @@ def test_sharded(name, kind):
     call = functools.partial(op, **attrs)
     got, found, _ = _compiled(call, on, plan.in_specs(), arrays)
     agree(op, attrs, arrays, got)
-    reduces = plan.summed(len(got) - 1)
-    steps = len(reduces) if "mixed" in kind else 1  # a mixed mesh: axis by axis
+    reduces = [axes for j in range(len(got)) if (axes := plan.summed(j))]
+    # A mixed mesh: axis by axis.
+    steps = sum(len(axes) if "mixed" in kind else 1 for axes in reduces)
     assert found == ({"all-reduce": steps} if reduces else {})
 
 
@@ -276,8 +294,8 @@ def test_manual(name, kind, vma):
     )
     got, found, _ = _compiled(f, on, plan.in_specs(), arrays)
     agree(op, attrs, arrays, got)
-    reduces = any(plan.summed(j) for j in range(len(got)))
-    assert found == ({"all-reduce": 1} if reduces else {})
+    reduces = sum(bool(plan.summed(j)) for j in range(len(got)))
+    assert found == ({"all-reduce": reduces} if reduces else {})
 
 
 @pytest.mark.parametrize(
@@ -310,7 +328,7 @@ def test_partly_manual(name, kind, shape):
     border = [s for s in (*both.in_specs(), *both.out_specs()) if "tp" in str(s)]
     most = len(border) if kind == AxisType.Explicit and 1 not in shape else 0
     assert found.pop("all-gather", 0) <= most  # all of them up to jax 0.10
-    reduces = len(both.summed(len(got) - 1))  # dp here, tp in the op
+    reduces = sum(len(both.summed(j)) for j in range(len(got)))  # dp here, tp in the op
     assert found == ({"all-reduce": reduces} if reduces else {})
     assert max(sizes, default=0) <= max(a.size for a in arrays) // shape[0]
 

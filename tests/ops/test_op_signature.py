@@ -43,6 +43,23 @@ def test_layout_of_vmap_levels():
     assert layout.sizes == {"map0": 2, "map1": 3, "M0": 4, "k": 5}
 
 
+def test_blocks_over_a_dim_and_the_group_behind_it():
+    text = "x: M.. A K.. -> s: M.. A+K../32, t: A+K../32, u: M../32 A K.."
+    s = signature(text, {"K": "n"})
+    layout = s.layout(((4, 2, 5, 9),), (), (("n", 2),))
+    block = Block(("A", "K0", "K1"), 32)
+    assert layout.ins == (("M0", "A", "K0", "K1"),)
+    assert layout.outs[:2] == (("M0", block), (block,))
+    assert [layout.shape(d) for d in layout.outs] == [(4, 3), (3,), (1, 2, 5, 9)]
+    assert layout.blocks_of("A") == layout.blocks_of("K1") == {block}
+    assert layout.blocks_of("M0") == {Block(("M0",), 32)}
+    assert str(s.outs[0]) == "[M.. A+K../32]"
+    with pytest.raises(TypeError, match="is no dim"):
+        signature("x: M.. A K.. -> s: A+K..", {"K": "n"})
+    with pytest.raises(TypeError, match=re.escape("no operand defines B+K../32 of s")):
+        signature("x: M.. K.. -> s: M.. B+K../32", {"K": "n"})
+
+
 @pytest.mark.parametrize(
     ("text", "groups", "shapes", "attrs", "error"),
     [
@@ -60,6 +77,8 @@ def test_layout_of_vmap_levels():
          "op: n must be >= 0, got -1; it counts the dims of K.."),
         ("x: k, s: k/32 -> z: k", {}, ((40,), (1,)), {},
          "op: s must have k/32 = 2 (one per 32 of k = 40 of x), got 1 in shape (1,)"),
+        ("x: M.. A K.., s: A+K../32 -> z: M..", {"K": "n"}, ((3, 2, 40), (2,)), {"n": 1},
+         "op: s must have A+K../32 = 3 (one per 32 of K = (2, 40) of x), got 2"),
         ("s: M../32, x: M.. k -> z: k", {}, ((2,), (2, 16, 3)), {},
          "op: s must have M../32 = 1 (one per 32 of M = (2, 16) of x), got 2"),
         ("n: 1, x: k -> z: k", {}, ((2,), (3,)), {},

@@ -1,0 +1,114 @@
+// What the handlers of the fused ops share: h = f(..) is computed piece by piece, and while a piece
+// is in the second-level cache the plain quantizers read it.
+//
+// So codes, scales, amax and the sum over the tokens are those of the rounded h, bit for bit, and
+// memory sees h at most once. h lies in its result if the variant returns it, else in scratch.
+#ifndef TE_FLAX_CPU_FUSED_H_
+#define TE_FLAX_CPU_FUSED_H_
+
+#include <cstdint>
+#include <string_view>
+#include <vector>
+
+#include "cpu/kernels.h"
+#include "cpu/operands.h"
+#include "cpu/parallel.h"
+
+namespace te_flax::cpu {
+
+enum class Scaling { kNone, kTensor, kMxfp8 };
+
+// One call of a variant; see Variant of te_flax/ops/_fused.py. Null: not a result of it.
+struct FusedCall {
+  std::string_view where;
+  std::vector<ffi::AnyBuffer> own;     // operands of the family
+  std::vector<ffi::AnyBuffer> extras;  // results of the family, behind amax
+  bool kept = false;                   // noop: the results are written, nothing is left to do
+  Scaling scaling = Scaling::kNone;
+  float scale = 1.0f;
+  Float dtype = Float::kF32;  // of h
+  char* h = nullptr;
+  uint8_t* row = nullptr;
+  uint8_t* row_scale = nullptr;
+  uint8_t* col = nullptr;
+  uint8_t* col_scale = nullptr;
+  Format row_format = Format::kE4M3;
+  Format col_format = Format::kE4M3;
+  float* dbias = nullptr;
+  void* amax = nullptr;
+  std::vector<ffi::AnyBuffer> results;  // all of them, for CheckResults
+  int64_t Bytes() const { return dtype == Float::kF32 ? 4 : 2; }
+};
+
+// h as a matrix [rows, slices * cols]. The backward pass of a gated activation has two slices of
+// columns, computed together.
+struct FusedShape {
+  int64_t rows;
+  int64_t slices;
+  int64_t cols;
+  int64_t Width() const { return slices * cols; }
+};
+
+// A piece of h: rows [row, row + rows) of columns [col, col + cols) of every slice. Element (r, c)
+// of slice s goes to to[(r - row) * stride + s * slice_stride + c - col], in the dtype of h.
+struct Piece {
+  int64_t row;
+  int64_t rows;
+  int64_t col;
+  int64_t cols;
+  void* to;
+  int64_t stride;
+  int64_t slice_stride;
+};
+
+// Computes h. The rows of a piece start at a multiple of kSumRows and its columns at one of 32.
+class Function {
+ public:
+  virtual ~Function() = default;
+  // True: one thread takes whole bands of rows, Prepare and then the columns from left to right.
+  virtual bool WholeBands() const { return false; }
+  // Before the pieces of these rows, if WholeBands().
+  virtual void Prepare(int64_t /*row*/, int64_t /*rows*/) const {}
+  virtual void Produce(const Piece& piece) const = 0;
+};
+
+// Reads operands, results and attributes: [noop] `n_own` operands [scale] [previous results];
+// [h] [row, row_scale] [col, col_scale] [dbias] amax and `n_extras` results.
+ffi::ErrorOr<FusedCall> ReadFused(std::string_view where, ffi::RemainingArgs args,
+                                  ffi::RemainingRets rets, ffi::Dictionary attrs, size_t n_own,
+                                  size_t n_extras);
+
+// Checks the sizes of all results but the extras.
+ffi::Error CheckResults(const FusedCall& call, const FusedShape& shape);
+
+// Writes every result but the extras.
+void RunFused(ffi::ThreadPool& pool, const FusedCall& call, const FusedShape& shape,
+              const Function& function);
+// The same for an h that lies in memory already, which the variant does not return.
+void RunFused(ffi::ThreadPool& pool, const FusedCall& call, const FusedShape& shape, const void* h);
+
+// Sums over rows take one order on every machine: one by one within blocks of kSumRows rows, then
+// the blocks one by one.
+constexpr int64_t kSumRows = 64;
+
+// Sums of each block, to be joined.
+class RowSums {
+ public:
+  RowSums(int64_t rows, int64_t cols)
+      : blocks_((rows + kSumRows - 1) / kSumRows),
+        cols_(cols),
+        sums_(new float[static_cast<size_t>(blocks_ * cols)]) {}  // not initialized
+  // The sums of the block that row belongs to, [cols].
+  float* Block(int64_t row) const { return sums_.get() + row / kSumRows * cols_; }
+  // Writes sums[cols]; without rows they are 0.
+  void Join(ffi::ThreadPool& pool, float* sums) const;
+
+ private:
+  int64_t blocks_;
+  int64_t cols_;
+  std::unique_ptr<float[]> sums_;
+};
+
+}  // namespace te_flax::cpu
+
+#endif  // TE_FLAX_CPU_FUSED_H_
