@@ -10,6 +10,7 @@ from te_flax.functional.dense import dense as dense
 from te_flax.layers.dense_general import DenseGeneral as DenseGeneral
 from te_flax.ops._choice import kernels as kernels
 from te_flax.ops._report import kernel_report as kernel_report
+from te_flax.quantize.block import BlockQuantizer as BlockQuantizer
 from te_flax.quantize.gemm import gemm as gemm
 from te_flax.quantize.mxfp8 import MXFP8Quantizer as MXFP8Quantizer
 from te_flax.quantize.per_tensor import TensorQuantizer as TensorQuantizer
@@ -18,6 +19,7 @@ from te_flax.quantize.quantizer import Quantized as Quantized
 from te_flax.quantize.quantizer import Quantizer as Quantizer
 from te_flax.quantize.tensor import ScaledTensor as ScaledTensor
 from te_flax.recipe.base import Recipe as Recipe
+from te_flax.recipe.block import Float8BlockScaling as Float8BlockScaling
 from te_flax.recipe.checkpoint import checkpoint_filter as checkpoint_filter
 from te_flax.recipe.checkpoint import restore_state as restore_state
 from te_flax.recipe.context import HIGH_PRECISION as HIGH_PRECISION

@@ -9,10 +9,14 @@ from jax import lax
 from te_flax.errors import message
 from te_flax.ops.dequantize import (
     DEQUANTIZE,
+    DEQUANTIZE_BLOCK,
+    DEQUANTIZE_BLOCK2D,
     DEQUANTIZE_MXFP8_COL,
     DEQUANTIZE_MXFP8_ROW,
 )
 from te_flax.typing import Array
+
+SCALINGS = ("none", "tensor", "mxfp8", "block_1d", "block_2d")
 
 
 @jax.tree_util.register_dataclass
@@ -20,14 +24,18 @@ from te_flax.typing import Array
 class ScaledTensor:
     """One copy of an array ``[M.., K..]`` in the precision of a GEMM operand.
 
-    ``x ~ codes * scale_inv``, one ``scale_inv`` for the tensor, for each block of 32,
-    or none at all (then ``data`` is the array itself).
+    ``x ~ codes * scale_inv``, one ``scale_inv`` for the tensor, for each block, or none
+    at all (then ``data`` is the array itself).
 
     Attributes:
         data: codes; ``[M.., K..]``, or ``[K.., M..]`` when ``transposed``.
         scale: float32 ``[]`` under tensor scaling; uint8 e8m0 exponents under MXFP8,
-            ``[M.., ceil(K/32)]`` rowwise, ``[ceil(M/32), K..]`` colwise; else None.
-        scaling: ``"none"``, ``"tensor"`` or ``"mxfp8"``.
+            ``[M.., ceil(K/32)]`` rowwise, ``[ceil(M/32), K..]`` colwise; float32
+            ``[M.., ceil(K/128)]`` rowwise, ``[K.., ceil(M/128)]`` colwise under
+            "block_1d"; ``[ceil(M/128), ceil(K/128)]`` for both under "block_2d"; else
+            None.
+        scaling: ``"none"``, ``"tensor"``, ``"mxfp8"``, ``"block_1d"`` or
+            ``"block_2d"``.
         rowwise: True for the copy that a GEMM contracts over ``K..``, False for the
             one that it contracts over ``M..``.
         transposed: whether ``data`` holds ``[K.., M..]``.
@@ -97,14 +105,15 @@ class ScaledTensor:
                     "cast the result instead",
                 )
             )
-        if self.scaling not in ("none", "tensor", "mxfp8") or (
+        if self.scaling not in SCALINGS or (
             (self.scale is None) != (self.scaling == "none")
         ):
             raise ValueError(
                 message(
                     "ScaledTensor.dequantize",
                     "scaling",
-                    "be 'none' without a scale, 'tensor' or 'mxfp8' with one",
+                    f"be 'none' without a scale or one of {', '.join(SCALINGS[1:])} "
+                    "with one",
                     f"{self.scaling!r}, scale {jax.typeof(self.scale)}"
                     if self.scale is not None
                     else f"{self.scaling!r} without a scale",
@@ -118,8 +127,22 @@ class ScaledTensor:
             return op(
                 self.data, self.scale, out_dtype=name, k_ndim=self.k_ndim, impl=impl
             )[0]
-        x = DEQUANTIZE(self.data, self.scale, out_dtype=name, impl=impl)[0]
+        x = self._codes_times_scales(name, impl)
         if not self.transposed:
             return x
         m = range(self.k_ndim, x.ndim)
         return jnp.transpose(x, (*m, *range(self.k_ndim)))
+
+    def _codes_times_scales(self, out_dtype: str, impl: tuple | None) -> Array:
+        """The values laid out like ``data``."""
+        if self.scaling == "tensor":
+            return DEQUANTIZE(self.data, self.scale, out_dtype=out_dtype, impl=impl)[0]
+        two_d = self.scaling == "block_2d"
+        op = DEQUANTIZE_BLOCK2D if two_d else DEQUANTIZE_BLOCK
+        return op(
+            self.data,
+            self.scale.T if two_d and self.transposed else self.scale,
+            out_dtype=out_dtype,
+            k_ndim=self.data.ndim - self.k_ndim if self.transposed else self.k_ndim,
+            impl=impl,
+        )[0]

@@ -35,7 +35,8 @@ def operands(op: KernelOp, sizes, dtype=None, attrs=None, seed=0):
         allowed = op.dtypes.get(array.name, (np.float32,))
         kind = np.dtype(dtype if dtype is not None and i == main else allowed[0])
         if array.name in ("prev_row", "prev_col"):
-            kind = np.dtype(FP8[(attrs or {})[f"{array.name[5:]}_format"]])
+            format = (attrs or {}).get("format")
+            kind = np.dtype(FP8[format or (attrs or {})[f"{array.name[5:]}_format"]])
         if array.name == "rhs":  # the other FP8 format, or the same float
             codes = tuple(np.dtype(t) for t in FP8.values())
             same = np.dtype(arrays[0].dtype)
@@ -68,8 +69,9 @@ def gemm_oracle(orientation, arrays, *, k_ndim, scaling="none", bias=False):
     scales = [np.asarray(s) for s in arrays[2:4]] if scaling != "none" else [None, None]
     b_shape = lhs.shape[:-k_ndim] if orientation[0] == "n" else lhs.shape[k_ndim:]
     n_shape = rhs.shape[k_ndim:] if orientation[1] == "n" else rhs.shape[:-k_ndim]
+    rows = {"block_2d": 128}.get(scaling, 1)
     left = _matrix(lhs, scales[0], k_ndim, last=orientation[0] == "n")
-    right = _matrix(rhs, scales[1], k_ndim, last=orientation[1] == "t").T
+    right = _matrix(rhs, scales[1], k_ndim, last=orientation[1] == "t", rows=rows).T
     exact, size = left @ right, np.abs(left) @ np.abs(right)
     exact, size = (a.reshape(*b_shape, *n_shape) for a in (exact, size))
     if bias:
@@ -78,7 +80,7 @@ def gemm_oracle(orientation, arrays, *, k_ndim, scaling="none", bias=False):
     return exact, size
 
 
-def _matrix(data, scale, k_ndim, *, last):
+def _matrix(data, scale, k_ndim, *, last, rows=1):
     """``[rest, K]`` float64 values with the scales multiplied in."""
     k_dims = data.shape[data.ndim - k_ndim :] if last else data.shape[:k_ndim]
     k = int(np.prod(k_dims))
@@ -89,6 +91,10 @@ def _matrix(data, scale, k_ndim, *, last):
         factor = factor.reshape((-1, blocks) if last else (blocks, -1))
         factor = np.repeat(factor, BLOCK, axis=int(last))
         values = values * (factor[:, :k] if last else factor[:k])
+    elif scale is not None and scale.ndim:
+        factor = scale.astype(np.float64).reshape(-(-len(values) // rows), -(-k // 128))
+        factor = np.repeat(np.repeat(factor, rows, 0), 128, 1)
+        values = values * factor[: len(values), :k]
     elif scale is not None:
         values = values * np.float64(scale)
     return values if last else values.T

@@ -26,7 +26,9 @@ def _call(variant, arrays, **options):
         scales = dict(zip(("lhs_scale_inv", "rhs_scale_inv"), arrays[2:4], strict=True))
     if bias:
         scales["bias"] = arrays[-1]
-    return gemm(*arrays[:2], orientation=orientation, **scales, **options)
+    return gemm(
+        *arrays[:2], orientation=orientation, scaling=scaling, **scales, **options
+    )
 
 
 def _limit(orientation, *arrays, k_ndim=1, scaling="none", bias=False):
@@ -71,9 +73,12 @@ def test_float64(variant):
 @pytest.mark.parametrize("k", [1, 19, 111, 1024])
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_odd_sizes(k, scaling):
+    known = SCALINGS[scaling].orientations
     for b, n, orientation in zip(
         (1, 19, 33), (111, 1, 8), ORIENTATIONS[1:], strict=True
     ):
+        if orientation not in known:
+            continue
         variant = (orientation, scaling, False)
         arrays = operands(gemm_op(*variant), {"B": (b,), "K": (k,), "N": (n,)})
         got = _call(variant, arrays, out_dtype="float32", precision="highest")
@@ -206,7 +211,7 @@ def test_fsdp_kernel_is_gathered_as_codes(kind, data):
 
 
 @both
-@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("scaling", ["none", "tensor", "mxfp8"])
 def test_kernel_gradient_is_summed_here(kind, scaling, data):
     """Tokens cut on one side only: the other is cut, nothing of size M is gathered."""
     x, g = data[0], data[0][..., :64]

@@ -10,7 +10,12 @@ import pytest
 import te_flax as te
 from te_flax.recipe import presets
 
-RECIPES = (te.DelayedScaling, te.Float8CurrentScaling, te.MXFP8BlockScaling)
+RECIPES = (
+    te.DelayedScaling,
+    te.Float8CurrentScaling,
+    te.MXFP8BlockScaling,
+    te.Float8BlockScaling,
+)
 
 
 def test_defaults():
@@ -29,7 +34,13 @@ def test_defaults():
         "split_accumulator": (False, True, True),
     }
     assert dataclasses.asdict(te.MXFP8BlockScaling()) == {"fp8_format": "e4m3"}
-    assert te.MXFP8BlockScaling().split_accumulator == (True, True, True)
+    assert dataclasses.asdict(te.Float8BlockScaling()) == {
+        "fp8_format": "e4m3",
+        "use_f32_scales": False,
+        "amax_epsilon": 0.0,
+    }
+    for cls in (te.MXFP8BlockScaling, te.Float8BlockScaling):
+        assert cls().split_accumulator == (True, True, True)
 
 
 @pytest.mark.parametrize(
@@ -45,6 +56,7 @@ def test_defaults():
             "fp8_format use_power_2_scales amax_epsilon split_accumulator",
         ),
         (te.MXFP8BlockScaling, "fp8_format"),
+        (te.Float8BlockScaling, "fp8_format use_f32_scales amax_epsilon"),
     ],
 )
 def test_order_of_positional_fields(cls, names):
@@ -75,6 +87,17 @@ def test_formats_and_quantizers():
     assert found.dy == te.MXFP8Quantizer(format="e5m2")
 
 
+def test_quantizers_of_block_scaling():
+    found = te.Float8BlockScaling().quantizers()
+    assert found.x == found.dy == te.BlockQuantizer()
+    assert found.kernel == te.BlockQuantizer(two_dimensional=True)
+    recipe = te.Float8BlockScaling("hybrid", use_f32_scales=True, amax_epsilon=1)
+    found, options = recipe.quantizers(), {"power_of_2": False, "epsilon": 1.0}
+    assert found.x == te.BlockQuantizer(**options)
+    assert found.kernel == te.BlockQuantizer(two_dimensional=True, **options)
+    assert found.dy == te.BlockQuantizer(format="e5m2", **options)
+
+
 @pytest.mark.parametrize(
     ("cls", "field", "value", "rule"),
     [
@@ -98,6 +121,12 @@ def test_formats_and_quantizers():
         (te.Float8CurrentScaling, "amax_epsilon", "0", "be a finite number >= 0, got"),
         (te.Float8CurrentScaling, "split_accumulator", (True,), "be a tuple of three"),
         (te.MXFP8BlockScaling, "fp8_format", "e5m2", "be one of 'e4m3', 'hybrid', got"),
+        (te.Float8CurrentScaling, "amax_epsilon", 1e39, "be <= 3.4028234663852886e+38"),
+        (te.Float8BlockScaling, "fp8_format", "e5m2", "be one of 'e4m3', 'hybrid', go"),
+        (te.Float8BlockScaling, "use_f32_scales", 1, "be True or False, got 1"),
+        (te.Float8BlockScaling, "amax_epsilon", -1.0, "be a finite number >= 0, got"),
+        (te.Float8BlockScaling, "amax_epsilon", True, "be a finite number >= 0, got"),
+        (te.Float8BlockScaling, "amax_epsilon", 1e39, "be <= 3.4028234663852886e+38"),
     ],
 )
 def test_bad_values(cls, field, value, rule):
@@ -117,6 +146,7 @@ def test_bounds_are_allowed():
         ("delayed_scaling", te.DelayedScaling()),
         ("current_scaling", te.Float8CurrentScaling()),
         ("mxfp8", te.MXFP8BlockScaling()),
+        ("float8_block_scaling", te.Float8BlockScaling()),
     ],
 )
 def test_presets(name, expected):
@@ -175,18 +205,19 @@ def test_missing_file(source, tmp_path, monkeypatch):
 @pytest.mark.parametrize("source", ["fp8", "", "MXFP8", None, 3])
 def test_unknown_preset(source):
     match = (
-        "load_recipe: preset must be one of current_scaling, delayed_scaling, mxfp8, "
-        f"none, got {source!r}; "
+        "load_recipe: preset must be one of current_scaling, delayed_scaling, "
+        f"float8_block_scaling, mxfp8, none, got {source!r}; "
     )
     with pytest.raises(ValueError, match=re.escape(match)):
         te.load_recipe(source)
 
 
-@pytest.mark.parametrize("name", ["nvfp4", "mxfp6", "float8_block_scaling"])
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp6"])
 def test_planned_preset(name):
     match = (
-        "load_recipe: preset must be one of current_scaling, delayed_scaling, mxfp8, "
-        f"none, got '{name}' (planned and not implemented in this version); "
+        "load_recipe: preset must be one of current_scaling, delayed_scaling, "
+        f"float8_block_scaling, mxfp8, none, got '{name}' (planned and not "
+        "implemented in this version); "
     )
     with pytest.raises(ValueError, match=re.escape(match)):
         te.load_recipe(name)
@@ -207,7 +238,7 @@ def test_file_that_is_not_utf8(tmp_path):
         (
             'recipe = "Delayed"',
             "recipe must be one of DelayedScaling, Float8CurrentScaling, "
-            "MXFP8BlockScaling, HighPrecision, got 'Delayed'; ",
+            "MXFP8BlockScaling, Float8BlockScaling, HighPrecision, got 'Delayed'; ",
         ),
         ("margin = 1", "recipe must be one of DelayedScaling, .*, got None; "),
         ("recipe = 3", "recipe must be one of DelayedScaling, .*, got 3; "),
@@ -241,12 +272,12 @@ def test_is_recipe_supported():
     for name in ("none", te.HIGH_PRECISION):
         expected = (True, "runs unquantized on every platform")
         assert te.is_recipe_supported(name) == expected
-    for name in ("delayed_scaling", "current_scaling", "mxfp8"):
+    for name in ("delayed_scaling", "current_scaling", "mxfp8", "float8_block_scaling"):
         supported, reason = te.is_recipe_supported(name)
         assert supported
         assert "compiled kernels" in reason
     assert te.is_recipe_supported(te.DelayedScaling())[0]
-    for name in ("nvfp4", "mxfp6", "float8_block_scaling"):
+    for name in ("nvfp4", "mxfp6"):
         expected = (False, f"{name} is planned and not implemented in this version")
         assert te.is_recipe_supported(name) == expected
     supported, reason = te.is_recipe_supported("fp9")
