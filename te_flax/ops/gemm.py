@@ -17,7 +17,8 @@ def gemm_op(orientation: str, scaling: str, bias: bool) -> KernelOp:
     Args:
         orientation: of lhs and rhs, "n" or "t" each: lhs n ``[B.., K..]``, t
             ``[K.., B..]``; rhs n ``[K.., N..]``, t ``[N.., K..]``.
-        scaling: "none", "tensor", "mxfp8", "block_1d" or "block_2d".
+        scaling: "none", "tensor", "mxfp8", "block_1d", "block_2d", "nvfp4_1d" or
+            "nvfp4_2d".
         bias: whether a bias is added.
 
     Returns:
@@ -48,6 +49,8 @@ def gemm(
     scaling: str | None = None,
     lhs_scale_inv: Array | None = None,
     rhs_scale_inv: Array | None = None,
+    lhs_global_scale: Array | None = None,
+    rhs_global_scale: Array | None = None,
     bias: Array | None = None,
     k_ndim: int = 1,
     keep_contraction: bool = False,
@@ -67,13 +70,16 @@ def gemm(
             without scales, float8_e4m3fn or float8_e5m2 with them.
         rhs: ``[K.., N..]`` (n) or ``[N.., K..]`` (t).
         orientation: of lhs and rhs, "nn", "nt", "tn" or "tt".
-        scaling: "none", "tensor", "mxfp8", or, both in orientation "nt", "block_1d" and
-            "block_2d" (how rhs is cut; lhs has 1 x 128 blocks); None takes one of the
-            first three by the scales.
-        lhs_scale_inv: float32 ``[]``; uint8 e8m0 bytes laid out like lhs with
-            ``ceil(K / 32)`` in place of ``K..``; or float32 with ``ceil(K / 128)``.
-        rhs_scale_inv: as lhs_scale_inv, for rhs; ``[ceil(N / 128), ceil(K / 128)]``
-            under "block_2d".
+        scaling: "none", "tensor", "mxfp8", or, in orientation "nt" only, "block_1d",
+            "block_2d", "nvfp4_1d" and "nvfp4_2d" (how rhs is cut; lhs has blocks along
+            ``K..`` alone); None takes one of the first three by the scales.
+        lhs_scale_inv: float32 ``[]``; or laid out like lhs with one entry in place of
+            ``K..`` for each 32 (uint8 e8m0 bytes), 128 (float32) or 8 (NVFP4, whose K
+            counts bytes; float8_e4m3fn).
+        rhs_scale_inv: as lhs_scale_inv, for rhs; under "block_2d" and "nvfp4_2d" one
+            entry in place of ``N..`` too, for each 128 or 16.
+        lhs_global_scale: float32 ``[]``, under NVFP4.
+        rhs_global_scale: as lhs_global_scale, for rhs.
         bias: ``[N..]``, added in float32.
         k_ndim: number of dims in ``K..``.
         keep_contraction: ``K..`` holds data (tokens): its mesh axes are never gathered,
@@ -104,15 +110,16 @@ def gemm(
             message("gemm", "precision", rule, repr(precision), "choose one")
         )
     given = {"lhs_scale_inv": lhs_scale_inv, "rhs_scale_inv": rhs_scale_inv}
-    given = {k: v for k, v in (given | {"bias": bias}).items() if v is not None}
+    given |= {"lhs_global_scale": lhs_global_scale}
+    given |= {"rhs_global_scale": rhs_global_scale, "bias": bias}
+    given = {k: v for k, v in given.items() if v is not None}
     check_arrays("gemm", lhs=lhs, rhs=rhs, **given)
     scaling = scaling or _scaling(lhs_scale_inv, rhs_scale_inv)
     _check_pair(lhs, rhs, scaling)
     if out_dtype is None:
         out_dtype = lhs.dtype.name if scaling == "none" else "float32"
-    operands = (lhs, rhs, lhs_scale_inv, rhs_scale_inv, bias)
     return gemm_op(orientation, scaling, bias is not None)(
-        *(a for a in operands if a is not None),
+        *(lhs, rhs, *given.values()),
         k_ndim=k_ndim,
         out_dtype=jnp.dtype(out_dtype).name,
         split_accumulator=split_accumulator,

@@ -62,10 +62,18 @@ def _block(data: Array, scale: Array, k_ndim: int, *, last: bool, rows: int) -> 
     )[0]
 
 
+def _nvfp4(data: Array, scale: Array, k_ndim: int, *, last: bool, rows: int) -> Array:
+    del last  # the copies for a contraction over the first dims are transposed
+    values = dequantize._nvfp4_values(data, scale, k_ndim=k_ndim, rows=rows)
+    return values.reshape(*data.shape[:-1], 2 * data.shape[-1])
+
+
 _BLOCK_1D = functools.partial(_block, rows=1)
 _BLOCK_2D = functools.partial(_block, rows=128)
+_NVFP4_1D = functools.partial(_nvfp4, rows=1)
+_NVFP4_2D = functools.partial(_nvfp4, rows=16)
 _SCALE_INVS = ("lhs_scale_inv", "rhs_scale_inv")
-# "block_1d" and "block_2d" tell how rhs is cut; lhs always has blocks of 1 x 128.
+# "_1d" and "_2d" tell how rhs is cut; lhs has blocks along the contraction alone.
 SCALINGS = {
     "none": Scaling(suffix="", codes=_WIDE),
     "tensor": Scaling(
@@ -90,6 +98,25 @@ SCALINGS = {
         codes=_FP8,
         scales=("K../128", "N../128 K../128"),
         widen=(_BLOCK_1D, _BLOCK_2D),
+        orientations=("nt",),
+    ),
+    # K.. counts bytes of two codes; a half without one holds a zero.
+    "nvfp4_1d": Scaling(
+        suffix="_nvfp4",
+        codes=(jnp.uint8,),
+        scales=("K../8", "K../8"),
+        scale=jnp.float8_e4m3fn,
+        factors=("lhs_global_scale", "rhs_global_scale"),
+        widen=(_NVFP4_1D, _NVFP4_1D),
+        orientations=("nt",),
+    ),
+    "nvfp4_2d": Scaling(
+        suffix="_nvfp4_2d",
+        codes=(jnp.uint8,),
+        scales=("K../8", "N../16 K../8"),
+        scale=jnp.float8_e4m3fn,
+        factors=("lhs_global_scale", "rhs_global_scale"),
+        widen=(_NVFP4_1D, _NVFP4_2D),
         orientations=("nt",),
     ),
 }

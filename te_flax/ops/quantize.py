@@ -59,6 +59,7 @@ def declare(
     handler_attrs: Mapping[str, Any],
     formats: tuple[str, ...] | None = None,
     attrs: Mapping[str, Any] | None = None,
+    codes: tuple = tuple(FP8.values()),
     scale_dtype: Any = jnp.uint8,
     batch: Callable | None = None,
 ) -> KernelOp:
@@ -76,6 +77,7 @@ def declare(
         handler_attrs: attributes that tell the handler the variant.
         formats: attributes that name an FP8 format; None has one per copy.
         attrs: further attributes, each with the value of the example calls.
+        codes: dtypes that the codes may have.
         scale_dtype: of the block scales.
         batch: vmap override.
 
@@ -89,9 +91,8 @@ def declare(
     if noop:
         previous = {f"prev_{n}": dims for n, dims in results.items()}
         taken = {"noop": "1"} | taken | previous
-        of_copy = dict.fromkeys(("row", "col"), tuple(FP8.values()))
-        of_copy |= dict.fromkeys(_SCALES, (scale_dtype,))
-        of_copy |= {"amax": (jnp.float32,)}
+        of_copy = dict.fromkeys(("row", "col"), codes)
+        of_copy |= dict.fromkeys(_SCALES, (scale_dtype,)) | {"amax": (jnp.float32,)}
         dtypes = {"noop": (jnp.float32,), **dtypes}
         dtypes |= {f"prev_{n}": of_copy[n] for n in results}
 
@@ -129,7 +130,7 @@ def declare(
             **handler_attrs,
         },
         aliases={f"prev_{n}": n for n in results} if noop else {},
-        cases=tuple(_cases(taken, formats, examples, scale_dtype)),
+        cases=tuple(_cases(taken, formats, examples, dtypes)),
     )
 
 
@@ -137,9 +138,9 @@ def _cases(
     operands: Mapping[str, str],
     formats: Iterable[str],
     examples: Mapping[str, Any],
-    scale_dtype: Any,
+    dtypes: Mapping[str, tuple],
 ) -> Iterator[Case]:
-    """One small ragged case per dtype of x, its previous results in e4m3."""
+    """One small ragged case per dtype of x, the first allowed one of all else."""
     sizes = {"M..": 250, "K..": 328}
 
     def size(word: str) -> int:
@@ -148,9 +149,7 @@ def _cases(
 
     shapes = tuple(tuple(map(size, dims.split())) for dims in operands.values())
     for dtype in FLOATS:
-        dtypes = {"x": dtype, "prev_row": FP8["e4m3"], "prev_col": FP8["e4m3"]}
-        scales = dict.fromkeys((f"prev_{name}" for name in _SCALES), scale_dtype)
-        types = tuple((dtypes | scales).get(n, jnp.float32) for n in operands)
+        types = tuple(dtype if n == "x" else dtypes[n][0] for n in operands)
         attrs = {**dict.fromkeys(formats, "e4m3"), "k_ndim": 1, **examples}
         yield Case(np.dtype(dtype).name, shapes, types, attrs)
 

@@ -13,6 +13,7 @@ from te_flax.recipe.block import Float8BlockScaling
 from te_flax.recipe.current import Float8CurrentScaling
 from te_flax.recipe.delayed import DelayedScaling
 from te_flax.recipe.mxfp8 import MXFP8BlockScaling
+from te_flax.recipe.nvfp4 import NVFP4BlockScaling
 
 _CLASSES: dict[str, type[Recipe]] = {
     cls.__name__: cls
@@ -21,10 +22,11 @@ _CLASSES: dict[str, type[Recipe]] = {
         Float8CurrentScaling,
         MXFP8BlockScaling,
         Float8BlockScaling,
+        NVFP4BlockScaling,
         HighPrecision,
     )
 }
-_PLANNED = ("mxfp6", "nvfp4")
+_PLANNED = ("mxfp6",)
 
 
 def load_recipe(source: str | os.PathLike[str]) -> Recipe:

@@ -23,7 +23,10 @@ def _call(variant, arrays, **options):
     orientation, scaling, bias = variant
     scales = {}
     if scaling != "none":
-        scales = dict(zip(("lhs_scale_inv", "rhs_scale_inv"), arrays[2:4], strict=True))
+        names = ("lhs_scale_inv", "rhs_scale_inv")
+        if scaling.startswith("nvfp4"):
+            names += ("lhs_global_scale", "rhs_global_scale")
+        scales = dict(zip(names, arrays[2 : 2 + len(names)], strict=True))
     if bias:
         scales["bias"] = arrays[-1]
     return gemm(
@@ -60,7 +63,7 @@ def _check(variant, arrays, got, k_ndim, out_dtype):
 @pytest.mark.parametrize("variant", VARIANTS, ids=ids)
 def test_float64(variant):
     sizes = {"B": (3, 5), "K": (19, 5), "N": (7,)}
-    dtypes = FLOATS if variant[1] == "none" else CODES
+    dtypes = FLOATS if variant[1] == "none" else SCALINGS[variant[1]].codes
     for dtype, out in zip(dtypes, ("float32", "bfloat16", "float16"), strict=False):
         arrays = operands(GEMMS[variant], sizes, dtype)
         call = functools.partial(
