@@ -27,14 +27,17 @@ from te_flax.layers.norm import LayerNorm as LayerNorm
 from te_flax.layers.norm import RMSNorm as RMSNorm
 from te_flax.ops._choice import kernels as kernels
 from te_flax.ops._report import kernel_report as kernel_report
+from te_flax.quantize.block import BlockQuantizer as BlockQuantizer
 from te_flax.quantize.gemm import gemm as gemm
 from te_flax.quantize.mxfp8 import MXFP8Quantizer as MXFP8Quantizer
+from te_flax.quantize.nvfp4 import NVFP4Quantizer as NVFP4Quantizer
 from te_flax.quantize.per_tensor import TensorQuantizer as TensorQuantizer
 from te_flax.quantize.quantizer import Identity as Identity
 from te_flax.quantize.quantizer import Quantized as Quantized
 from te_flax.quantize.quantizer import Quantizer as Quantizer
 from te_flax.quantize.tensor import ScaledTensor as ScaledTensor
 from te_flax.recipe.base import Recipe as Recipe
+from te_flax.recipe.block import Float8BlockScaling as Float8BlockScaling
 from te_flax.recipe.checkpoint import checkpoint_filter as checkpoint_filter
 from te_flax.recipe.checkpoint import restore_state as restore_state
 from te_flax.recipe.context import HIGH_PRECISION as HIGH_PRECISION
@@ -44,6 +47,7 @@ from te_flax.recipe.context import is_recipe_supported as is_recipe_supported
 from te_flax.recipe.current import Float8CurrentScaling as Float8CurrentScaling
 from te_flax.recipe.delayed import DelayedScaling as DelayedScaling
 from te_flax.recipe.mxfp8 import MXFP8BlockScaling as MXFP8BlockScaling
+from te_flax.recipe.nvfp4 import NVFP4BlockScaling as NVFP4BlockScaling
 from te_flax.recipe.presets import load_recipe as load_recipe
 from te_flax.recipe.state import Fp8Mailbox as Fp8Mailbox
 from te_flax.recipe.state import Fp8Stat as Fp8Stat

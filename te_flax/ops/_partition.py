@@ -19,26 +19,33 @@ class ShardyRule:
     """What XLA's propagation is told; :class:`Plan` decides what then happens.
 
     A dim that ends a blocked group and divides into whole blocks is the product of
-    factors ``d_n d_s``, and the block dim is ``d_n`` behind the group's other dims. A
-    block dim that cannot be spelled so has a factor of its own: nothing propagates
-    through it. A lone ragged dim must be replicated.
+    factors ``d_n d_s``, and the block dim is ``d_n`` behind the group's other dims. Of
+    two block sizes the smaller one must divide the other: ``d_n d_m d_s``, and the
+    block dims are ``d_n`` and ``d_n d_m``. A block dim that cannot be spelled so has a
+    factor of its own: nothing propagates through it. A lone ragged dim must be
+    replicated.
     """
 
     def __init__(self, layout: Layout, replicated, axis_sizes):
         self.layout = layout
         self.block_size: dict[str, int] = {}
+        self.inner_size: dict[str, int] = {}  # of the smaller blocks, if there are two
         self.keep: set[str] = set()
         self.sizes: dict[str, int] = {}  # of factors that only occur in products
         self._count = 0
         entries = [e for dims in (*layout.ins, *layout.outs) for e in dims]
         blocks = {e for e in entries if isinstance(e, Block)}
         for d in {b.dims[-1] for b in blocks if b.dims}:
-            size = {b.size for b in blocks if d in b.dims}
-            count, ragged = divmod(layout.sizes[d], min(size))
-            whole = len(size) == 1 and not ragged and count > 1
+            *inner, size = sorted({b.size for b in blocks if d in b.dims})
+            count, ragged = divmod(layout.sizes[d], size)
+            nested = not inner or (len(inner) == 1 and size % inner[0] == 0)
+            whole = nested and not ragged and count > 1
             if whole and not _splits(count, axis_sizes):
-                self.block_size[d] = min(size)
+                self.block_size[d] = size
                 self.keep.add(f"{d}_s")
+                if inner:
+                    self.inner_size[d] = inner[0]
+                    self.keep.add(f"{d}_m")
             elif not whole and any(b.dims == (d,) for b in blocks):
                 self.keep.add(d)
         self.keep |= {self.factor(d) for d in replicated}
@@ -51,10 +58,15 @@ class ShardyRule:
         """The factor along which a dim may be sharded."""
         return f"{dim}_n" if dim in self.block_size else dim
 
+    def _outer(self, dim: str) -> list[str]:
+        """The factors of a blocked dim down to its smallest blocks."""
+        return [f"{dim}_n", *([f"{dim}_m"] if dim in self.inner_size else [])]
+
     def _spell(self, entry: str | int | Block) -> str:
         if isinstance(entry, str):
-            whole = entry in self.block_size
-            return f"({entry}_n {entry}_s)" if whole else entry
+            if entry not in self.block_size:
+                return entry
+            return f"({' '.join(self._outer(entry))} {entry}_s)"
         self._count += 1
         own = f"own{self._count}"
         if isinstance(entry, Block) and entry.dims:
@@ -62,7 +74,8 @@ class ShardyRule:
             words = [d for d in before if self.layout.sizes[d] > 1]
             blocks, ragged = divmod(self.layout.sizes[last], entry.size)
             if last in self.block_size:
-                words.append(f"{last}_n")
+                largest = entry.size == self.block_size[last]
+                words += [f"{last}_n"] if largest else self._outer(last)
             elif words and not ragged and blocks > 1:
                 words.append(own)
                 self.sizes[own] = blocks
@@ -76,10 +89,13 @@ class ShardyRule:
         """Keyword arguments of ``def_partition``."""
         kept = {d for dims in self.layout.outs for d in names(dims)}
         lost = {d for dims in self.layout.ins for d in names(dims)} - kept
-        alone = set(self.text.replace(",", " ").split())
+        alone = set(re.findall(r"\w+", re.sub(r"\([^)]*\)", "", self.text)))
         order = re.findall(r"\w+", self.text)  # jax wants factors as they appear
         summed = {self.factor(d) for d in lost} - self.keep
-        sizes = self.sizes | {f"{d}_s": n for d, n in self.block_size.items()}
+        sizes = self.sizes | {
+            f"{d}_s": self.inner_size.get(d, n) for d, n in self.block_size.items()
+        }
+        sizes |= {f"{d}_m": self.block_size[d] // n for d, n in self.inner_size.items()}
         for d, n in self.block_size.items():
             if f"{d}_n" not in alone:  # jax asks for factors seen only in products
                 sizes[f"{d}_n"] = self.layout.sizes[d] // n

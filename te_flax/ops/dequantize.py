@@ -8,9 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from te_flax.errors import message
-from te_flax.ops import _bits
+from te_flax.ops import _bits, fp4
 from te_flax.ops._op import Case, KernelOp
+from te_flax.ops.block import BLOCK as FLOAT32_BLOCK
 from te_flax.ops.mxfp8 import BLOCK
+from te_flax.ops.nvfp4 import BLOCK as NVFP4_BLOCK
 from te_flax.typing import FLOATS, FP8, Array
 
 
@@ -30,6 +32,51 @@ def _dequantize(data: Array, scale_inv: Array, *, out_dtype: str) -> tuple[Array
     lifted = jnp.abs(scale) < jnp.float32(2.0**-60)
     scale = scale * jnp.where(lifted, jnp.float32(2.0**64), jnp.float32(1))
     return (_scaled(data, scale, lifted, out_dtype),)
+
+
+def repeat_blocks(
+    scale: Array, shape: tuple[int, int], block: tuple[int, int]
+) -> Array:
+    """The scale of every element of a matrix from those of its (partial) blocks."""
+    rows, cols = shape
+    grid = scale.reshape(-(-rows // block[0]), -(-cols // block[1]))
+    for axis, size in enumerate(block):
+        if size > 1:
+            grid = jnp.repeat(grid, size, axis=axis)
+    return grid[:rows, :cols]
+
+
+def _dequantize_block(
+    data: Array, scale_inv: Array, *, k_ndim: int, out_dtype: str, rows: int
+) -> tuple[Array]:
+    """Blocks of rows x 128 of the matrix [M, K]."""
+    m = math.prod(data.shape[: data.ndim - k_ndim])
+    k = math.prod(data.shape[data.ndim - k_ndim :])
+    scale = repeat_blocks(scale_inv, (m, k), (rows, FLOAT32_BLOCK))
+    x = _dequantize(data.reshape(m, k), scale, out_dtype=out_dtype)[0]
+    return (x.reshape(data.shape),)
+
+
+def _nvfp4_values(data: Array, scale: Array, *, k_ndim: int, rows: int) -> Array:
+    """Codes times block scales, exact: [M, bytes, 2] of packed [M.., K..]."""
+    m = math.prod(data.shape[: data.ndim - k_ndim])
+    k = math.prod(data.shape[data.ndim - k_ndim :])
+    scale = repeat_blocks(scale.astype(jnp.float32), (m, k), (rows, NVFP4_BLOCK // 2))
+    return fp4.decode(fp4.unpack(data.reshape(m, k, 1))) * scale[..., None]
+
+
+def _dequantize_nvfp4(
+    data: Array,
+    scale: Array,
+    global_scale: Array,
+    *,
+    k_ndim: int,
+    out_dtype: str,
+    rows: int,
+) -> tuple[Array]:
+    values = _nvfp4_values(data, scale, k_ndim=k_ndim, rows=rows)
+    x = _dequantize(values, global_scale, out_dtype=out_dtype)[0]
+    return (x.reshape(*data.shape, 2),)
 
 
 def _block_factor(scale: Array) -> tuple[Array, Array]:
@@ -93,6 +140,50 @@ def _mxfp8_op(
     )
 
 
+def _block_op(name: str, scale: str, rows: int, scale_shape: tuple) -> KernelOp:
+    reference = functools.partial(_dequantize_block, rows=rows)
+    return KernelOp(
+        name=name,
+        signature=f"data: M.. K.., scale_inv: {scale} -> x: M.. K..",
+        reference=functools.partial(_checked, reference, name),
+        attrs={"out_dtype": str, "k_ndim": int},
+        groups={"K": "k_ndim"},
+        dtypes={"data": _CODES, "scale_inv": (jnp.float32,)},
+        batch_group="M",
+        cases=tuple(_cases({"k_ndim": 1}, scale_shape, jnp.float32)),
+    )
+
+
+def _nvfp4_op(name: str, scale: str, rows: int, scale_shape: tuple) -> KernelOp:
+    """Of bytes, since a signature cannot tell an odd number of codes from their pairs.
+
+    The two codes of a byte are a dim of their own in the result.
+    """
+    reference = functools.partial(_dequantize_nvfp4, rows=rows)
+    return KernelOp(
+        name=name,
+        signature=f"data: M.. K.., scale: {scale}, global_scale: -> x: M.. K.. 2",
+        reference=functools.partial(_checked, reference, name),
+        attrs={"out_dtype": str, "k_ndim": int},
+        groups={"K": "k_ndim"},
+        dtypes={
+            "data": (jnp.uint8,),
+            "scale": (jnp.float8_e4m3fn,),
+            "global_scale": (jnp.float32,),
+        },
+        batch_group="M",
+        cases=tuple(
+            Case(
+                out_dtype,
+                ((250, 328), scale_shape, ()),
+                (jnp.uint8, jnp.float8_e4m3fn, jnp.float32),
+                {"k_ndim": 1, "out_dtype": out_dtype},
+            )
+            for out_dtype in _OUT_DTYPES
+        ),
+    )
+
+
 DEQUANTIZE = KernelOp(
     name="dequantize",
     signature="data: D.., scale_inv: -> x: D..",
@@ -105,3 +196,7 @@ DEQUANTIZE = KernelOp(
 )
 DEQUANTIZE_MXFP8_ROW = _mxfp8_op("row", "M.. K../32", 1, (250, 11))
 DEQUANTIZE_MXFP8_COL = _mxfp8_op("col", "M../32 K..", 0, (8, 328))
+DEQUANTIZE_BLOCK = _block_op("dequantize_block", "M.. K../128", 1, (250, 3))
+DEQUANTIZE_BLOCK2D = _block_op("dequantize_block2d", "M../128 K../128", 128, (2, 3))
+DEQUANTIZE_NVFP4 = _nvfp4_op("dequantize_nvfp4", "M.. K../8", 1, (250, 41))
+DEQUANTIZE_NVFP4_2D = _nvfp4_op("dequantize_nvfp4_2d", "M../16 K../8", 16, (16, 41))

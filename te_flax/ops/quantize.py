@@ -11,6 +11,8 @@ from te_flax.ops import _bits
 from te_flax.ops._op import Case, KernelOp
 from te_flax.typing import FLOATS, FP8, Array
 
+_SCALES = ("row_scale", "col_scale", "scale_inv")
+
 
 def _quantize(
     x: Array,
@@ -53,34 +55,44 @@ def declare(
     *,
     noop: bool,
     dtypes: Mapping[str, tuple],
-    handler: str,
+    handler: str | None,
     handler_attrs: Mapping[str, Any],
+    formats: tuple[str, ...] | None = None,
+    attrs: Mapping[str, Any] | None = None,
+    codes: tuple = tuple(FP8.values()),
+    scale_dtype: Any = jnp.uint8,
     batch: Callable | None = None,
 ) -> KernelOp:
     """Declares one variant of a quantizer.
 
     Args:
         name: of the family; the copies, and "noop", are appended.
-        quantize: the reference, ``(*arrays, k_ndim, row_format=, col_format=)``.
+        quantize: the reference, ``(*arrays, k_ndim, row_format=, col_format=)``, or
+            with ``formats`` and ``attrs`` in place of the last two.
         operands: name -> dims, without those of the noop variant.
         results: name -> dims, those of this variant; "row" and "col" are codes.
         noop: whether operands ``noop`` and the previous results, aliased, are added.
         dtypes: operand -> allowed dtypes.
-        handler: FFI target.
+        handler: FFI target; None where only the reference runs.
         handler_attrs: attributes that tell the handler the variant.
+        formats: attributes that name an FP8 format; None has one per copy.
+        attrs: further attributes, each with the value of the example calls.
+        codes: dtypes that the codes may have.
+        scale_dtype: of the block scales.
         batch: vmap override.
 
     Returns:
         The op.
     """
-    formats = [f"{copy}_format" for copy in ("row", "col") if copy in results]
+    if formats is None:
+        formats = tuple(f"{copy}_format" for copy in ("row", "col") if copy in results)
+    examples = dict(attrs or {})
     taken = dict(operands)
     if noop:
         previous = {f"prev_{n}": dims for n, dims in results.items()}
         taken = {"noop": "1"} | taken | previous
-        of_copy = dict.fromkeys(("row", "col"), tuple(FP8.values()))
-        of_copy |= dict.fromkeys(("row_scale", "col_scale"), (jnp.uint8,))
-        of_copy |= {"amax": (jnp.float32,)}
+        of_copy = dict.fromkeys(("row", "col"), codes)
+        of_copy |= dict.fromkeys(_SCALES, (scale_dtype,)) | {"amax": (jnp.float32,)}
         dtypes = {"noop": (jnp.float32,), **dtypes}
         dtypes |= {f"prev_{n}": of_copy[n] for n in results}
 
@@ -100,7 +112,11 @@ def declare(
         name=name,
         signature=f"{text(taken)} -> {text(results)}",
         reference=reference,
-        attrs={**dict.fromkeys(formats, str), "k_ndim": int},
+        attrs={
+            **dict.fromkeys(formats, str),
+            "k_ndim": int,
+            **{name: type(value) for name, value in examples.items()},
+        },
         groups={"K": "k_ndim"},
         dtypes=dtypes,
         reduce=(*(None,) * (len(results) - 1), "max"),
@@ -114,12 +130,17 @@ def declare(
             **handler_attrs,
         },
         aliases={f"prev_{n}": n for n in results} if noop else {},
-        cases=tuple(_cases(taken, formats)),
+        cases=tuple(_cases(taken, formats, examples, dtypes)),
     )
 
 
-def _cases(operands: Mapping[str, str], formats: Iterable[str]) -> Iterator[Case]:
-    """One small ragged case per dtype of x, its previous results in e4m3."""
+def _cases(
+    operands: Mapping[str, str],
+    formats: Iterable[str],
+    examples: Mapping[str, Any],
+    dtypes: Mapping[str, tuple],
+) -> Iterator[Case]:
+    """One small ragged case per dtype of x, the first allowed one of all else."""
     sizes = {"M..": 250, "K..": 328}
 
     def size(word: str) -> int:
@@ -128,10 +149,8 @@ def _cases(operands: Mapping[str, str], formats: Iterable[str]) -> Iterator[Case
 
     shapes = tuple(tuple(map(size, dims.split())) for dims in operands.values())
     for dtype in FLOATS:
-        dtypes = {"x": dtype, "prev_row": FP8["e4m3"], "prev_col": FP8["e4m3"]}
-        scales = {f"prev_{copy}_scale": jnp.uint8 for copy in ("row", "col")}
-        types = tuple((dtypes | scales).get(n, jnp.float32) for n in operands)
-        attrs = {**dict.fromkeys(formats, "e4m3"), "k_ndim": 1}
+        types = tuple(dtype if n == "x" else dtypes[n][0] for n in operands)
+        attrs = {**dict.fromkeys(formats, "e4m3"), "k_ndim": 1, **examples}
         yield Case(np.dtype(dtype).name, shapes, types, attrs)
 
 

@@ -12,6 +12,7 @@ from te_flax.quantize.tensor import ScaledTensor
 from te_flax.typing import FLOATS, Array
 
 Dims = Sequence[int]
+_TWO_D = {"block_2d": "block_1d", "nvfp4_2d": "nvfp4_1d"}  # of rhs -> of lhs
 
 
 def gemm(
@@ -81,16 +82,10 @@ def gemm(
         _trailing(name, tensor, dims)
         for name, tensor, dims in zip(("lhs", "rhs"), (lhs, rhs), summed, strict=True)
     ]
-    if lhs.scaling != rhs.scaling:
-        raise ValueError(
-            message(
-                "gemm",
-                "rhs",
-                f"be scaled like lhs ({lhs.scaling})",
-                rhs.scaling,
-                "quantize both operands with the same recipe",
-            )
-        )
+    scaling = _scaling(lhs, rhs)
+    packed = scaling.startswith("nvfp4")
+    if packed:
+        _check_packed(lhs, rhs, summed)
     # lhs "n" holds the contraction last, rhs "n" holds it first.
     orientation = ("n" if sides[0] else "t") + ("t" if sides[1] else "n")
     keep = _keeps_contraction(summed, _pair("batch_dims", lhs, rhs, batch_dims))
@@ -100,10 +95,13 @@ def gemm(
         lhs.data,
         rhs.data,
         orientation=orientation,
+        scaling=scaling,
         lhs_scale_inv=lhs.scale,
-        rhs_scale_inv=rhs.scale,
+        rhs_scale_inv=_laid_like_data(rhs),
+        lhs_global_scale=lhs.global_scale,
+        rhs_global_scale=rhs.global_scale,
         bias=bias,
-        k_ndim=len(summed[0]),
+        k_ndim=1 if packed else len(summed[0]),
         keep_contraction=keep,
         out_dtype=_out_dtype(out_dtype),
         split_accumulator=split_accumulator,
@@ -111,6 +109,42 @@ def gemm(
         out_sharding=out_sharding,
         impl=impl,
     )
+
+
+def _scaling(lhs: ScaledTensor, rhs: ScaledTensor) -> str:
+    """What the pair of operands asks of the op; 2-D blocks may stand on the right."""
+    left, right = lhs.scaling, rhs.scaling
+    if left != right and _TWO_D.get(right) != left:
+        rule = f"be scaled like lhs ({left})"
+        remedy = "quantize both operands with the same recipe"
+        raise ValueError(message("gemm", "rhs", rule, right, remedy))
+    if left in _TWO_D:
+        rule = f"have blocks along its contraction alone ({_TWO_D[left]})"
+        remedy = "put the operand with 2-D blocks on the right"
+        raise ValueError(message("gemm", "lhs", rule, left, remedy))
+    return right
+
+
+def _check_packed(lhs: ScaledTensor, rhs: ScaledTensor, summed) -> None:
+    """What the bytes of packed operands do not show."""
+    sizes = [
+        tuple(tensor.shape[d] for d in dims)
+        for tensor, dims in zip((lhs, rhs), summed, strict=True)
+    ]
+    if sizes[0] != sizes[1]:
+        rule, remedy = f"have contracted sizes {sizes[0]} like lhs", "check the shapes"
+        raise ValueError(message("gemm", "rhs", rule, sizes[1], remedy))
+    if lhs.hadamard != rhs.hadamard:
+        rule = f"have hadamard={lhs.hadamard} like lhs"
+        remedy = "transform both operands, or none"
+        raise ValueError(message("gemm", "rhs", rule, rhs.hadamard, remedy))
+
+
+def _laid_like_data(tensor: ScaledTensor) -> Array | None:
+    """The scales in the order of ``data``: both copies share those of 2-D blocks."""
+    if tensor.scale is None or not (tensor.transposed and tensor.scaling in _TWO_D):
+        return tensor.scale
+    return tensor.scale.T
 
 
 def _pair(

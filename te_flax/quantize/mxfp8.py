@@ -52,6 +52,7 @@ class MXFP8Quantizer:
         colwise: bool,
         amax: Array | None = None,
         amax_axes: tuple[str, ...] = (),
+        key: Array | None = None,
         impl: tuple | None = None,
     ) -> Quantized:
         """Quantizes ``x``; see :class:`te_flax.quantize.quantizer.Quantizer`."""

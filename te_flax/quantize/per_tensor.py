@@ -72,6 +72,7 @@ class TensorQuantizer:
         colwise: bool,
         amax: Array | None = None,
         amax_axes: tuple[str, ...] = (),
+        key: Array | None = None,
         impl: tuple | None = None,
     ) -> Quantized:
         """Quantizes ``x``; without ``amax`` it is read once more, for its own amax."""

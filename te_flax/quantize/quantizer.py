@@ -41,6 +41,7 @@ class Quantizer(Protocol):
         colwise: bool,
         amax: Array | None = None,
         amax_axes: tuple[str, ...] = (),
+        key: Array | None = None,
         impl: tuple | None = None,
     ) -> Quantized:
         """Quantizes ``x``.
@@ -52,6 +53,8 @@ class Quantizer(Protocol):
             colwise: whether the copy to contract over ``M..`` is needed.
             amax: float32 ``[]``, the amax that fixes the scale; None measures ``x``.
             amax_axes: manual mesh axes over which an amax is the maximum.
+            key: of the draws of stochastic rounding; None rounds to nearest, and
+                quantizers without it ignore the key.
             impl: kernel rules; None reads the context.
 
         Returns:
@@ -80,6 +83,7 @@ class Identity:
         colwise: bool,
         amax: Array | None = None,
         amax_axes: tuple[str, ...] = (),
+        key: Array | None = None,
         impl: tuple | None = None,
     ) -> Quantized:
         """Returns ``x`` for both orientations; see :class:`Quantizer`."""

@@ -1,6 +1,7 @@
 """ScaledTensor: low-precision codes, their scales, and how they are laid out."""
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -9,10 +10,25 @@ from jax import lax
 from te_flax.errors import message
 from te_flax.ops.dequantize import (
     DEQUANTIZE,
+    DEQUANTIZE_BLOCK,
+    DEQUANTIZE_BLOCK2D,
     DEQUANTIZE_MXFP8_COL,
     DEQUANTIZE_MXFP8_ROW,
+    DEQUANTIZE_NVFP4,
+    DEQUANTIZE_NVFP4_2D,
 )
+from te_flax.ops.hadamard import rotate_back
 from te_flax.typing import Array
+
+SCALINGS = (
+    "none",
+    "tensor",
+    "mxfp8",
+    "block_1d",
+    "block_2d",
+    "nvfp4_1d",
+    "nvfp4_2d",
+)
 
 
 @jax.tree_util.register_dataclass
@@ -20,19 +36,29 @@ from te_flax.typing import Array
 class ScaledTensor:
     """One copy of an array ``[M.., K..]`` in the precision of a GEMM operand.
 
-    ``x ~ codes * scale_inv``, one ``scale_inv`` for the tensor, for each block of 32,
-    or none at all (then ``data`` is the array itself).
+    ``x ~ codes * scale_inv``, one ``scale_inv`` for the tensor, for each block, or none
+    at all (then ``data`` is the array itself).
 
     Attributes:
-        data: codes; ``[M.., K..]``, or ``[K.., M..]`` when ``transposed``.
+        data: codes; ``[M.., K..]``, or ``[K.., M..]`` when ``transposed``. Under NVFP4
+            two to a byte, ``[M.., ceil(K/2)]`` or ``[K.., ceil(M/2)]``.
         scale: float32 ``[]`` under tensor scaling; uint8 e8m0 exponents under MXFP8,
-            ``[M.., ceil(K/32)]`` rowwise, ``[ceil(M/32), K..]`` colwise; else None.
-        scaling: ``"none"``, ``"tensor"`` or ``"mxfp8"``.
+            ``[M.., ceil(K/32)]`` rowwise, ``[ceil(M/32), K..]`` colwise; float32
+            ``[M.., ceil(K/128)]`` rowwise, ``[K.., ceil(M/128)]`` colwise under
+            "block_1d"; ``[ceil(M/128), ceil(K/128)]`` for both under "block_2d";
+            float8_e4m3fn likewise with 16 in place of 128 under NVFP4; else None.
+        global_scale: float32 ``[]``, what the products of codes and block scales are
+            multiplied by under NVFP4; else None.
+        scaling: ``"none"``, ``"tensor"``, ``"mxfp8"``, ``"block_1d"``, ``"block_2d"``,
+            ``"nvfp4_1d"`` or ``"nvfp4_2d"``.
         rowwise: True for the copy that a GEMM contracts over ``K..``, False for the
             one that it contracts over ``M..``.
         transposed: whether ``data`` holds ``[K.., M..]``.
         k_ndim: number of dims in ``K..``.
-        format: ``"e4m3"``, ``"e5m2"`` or None without quantization.
+        format: ``"e4m3"``, ``"e5m2"``, ``"e2m1"`` or None without quantization.
+        hadamard: whether each 16 elements along ``M..`` hold their Hadamard transform
+            (M then rounded up to whole blocks).
+        logical_shape: ``[M.., K..]`` where the data do not show it: under NVFP4.
 
     Example:
         >>> import jax.numpy as jnp
@@ -42,15 +68,22 @@ class ScaledTensor:
 
     data: Array
     scale: Array | None = None
+    global_scale: Array | None = None
     scaling: str = dataclasses.field(default="none", metadata={"static": True})
     rowwise: bool = dataclasses.field(default=True, metadata={"static": True})
     transposed: bool = dataclasses.field(default=False, metadata={"static": True})
     k_ndim: int = dataclasses.field(default=1, metadata={"static": True})
     format: str | None = dataclasses.field(default=None, metadata={"static": True})
+    hadamard: bool = dataclasses.field(default=False, metadata={"static": True})
+    logical_shape: tuple[int, ...] | None = dataclasses.field(
+        default=None, metadata={"static": True}
+    )
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The logical shape ``[M.., K..]``."""
+        if self.logical_shape is not None:
+            return self.logical_shape
         if not self.transposed:
             return self.data.shape
         return (*self.data.shape[self.k_ndim :], *self.data.shape[: self.k_ndim])
@@ -58,11 +91,11 @@ class ScaledTensor:
     @property
     def ndim(self) -> int:
         """The number of logical dims."""
-        return self.data.ndim
+        return len(self.shape)
 
     @property
     def scale_inv(self) -> Array | None:
-        """The factor of the codes: float32, or float8_e8m0fnu under MXFP8."""
+        """The factor of the codes: float32, float8_e8m0fnu (MXFP8) or e4m3 (NVFP4)."""
         if self.scaling == "mxfp8" and self.scale is not None:
             return lax.bitcast_convert_type(self.scale, jnp.float8_e8m0fnu)
         return self.scale
@@ -70,7 +103,8 @@ class ScaledTensor:
     @property
     def nbytes(self) -> int:
         """Bytes of the codes and the scales."""
-        return self.data.nbytes + (0 if self.scale is None else self.scale.nbytes)
+        arrays = (self.data, self.scale, self.global_scale)
+        return sum(a.nbytes for a in arrays if a is not None)
 
     def dequantize(self, dtype=jnp.float32, *, impl: tuple | None = None) -> Array:
         """Returns ``codes * scale_inv`` in the logical layout.
@@ -97,14 +131,15 @@ class ScaledTensor:
                     "cast the result instead",
                 )
             )
-        if self.scaling not in ("none", "tensor", "mxfp8") or (
+        if self.scaling not in SCALINGS or (
             (self.scale is None) != (self.scaling == "none")
         ):
             raise ValueError(
                 message(
                     "ScaledTensor.dequantize",
                     "scaling",
-                    "be 'none' without a scale, 'tensor' or 'mxfp8' with one",
+                    f"be 'none' without a scale or one of {', '.join(SCALINGS[1:])} "
+                    "with one",
                     f"{self.scaling!r}, scale {jax.typeof(self.scale)}"
                     if self.scale is not None
                     else f"{self.scaling!r} without a scale",
@@ -118,8 +153,45 @@ class ScaledTensor:
             return op(
                 self.data, self.scale, out_dtype=name, k_ndim=self.k_ndim, impl=impl
             )[0]
-        x = DEQUANTIZE(self.data, self.scale, out_dtype=name, impl=impl)[0]
+        if self.scaling.startswith("nvfp4"):
+            x = self._unpacked(name, impl)
+        else:
+            x = self._codes_times_scales(name, impl)
         if not self.transposed:
             return x
         m = range(self.k_ndim, x.ndim)
         return jnp.transpose(x, (*m, *range(self.k_ndim)))
+
+    def _codes_times_scales(self, out_dtype: str, impl: tuple | None) -> Array:
+        """The values laid out like ``data``."""
+        if self.scaling == "tensor":
+            return DEQUANTIZE(self.data, self.scale, out_dtype=out_dtype, impl=impl)[0]
+        two_d = self.scaling == "block_2d"
+        op = DEQUANTIZE_BLOCK2D if two_d else DEQUANTIZE_BLOCK
+        return op(
+            self.data,
+            self.scale.T if two_d and self.transposed else self.scale,
+            out_dtype=out_dtype,
+            k_ndim=self.data.ndim - self.k_ndim if self.transposed else self.k_ndim,
+            impl=impl,
+        )[0]
+
+    def _unpacked(self, out_dtype: str, impl: tuple | None) -> Array:
+        """The values of NVFP4 codes in the order of ``data``, with the logical dims."""
+        two_d = self.scaling == "nvfp4_2d"
+        pairs = (DEQUANTIZE_NVFP4_2D if two_d else DEQUANTIZE_NVFP4)(
+            self.data,
+            self.scale.T if two_d and self.transposed else self.scale,
+            self.global_scale,
+            out_dtype="float32" if self.hadamard else out_dtype,
+            k_ndim=1,
+            impl=impl,
+        )[0]
+        at = self.ndim - self.k_ndim
+        m_dims, k_dims = self.shape[:at], self.shape[at:]
+        kept, packed = (k_dims, m_dims) if self.transposed else (m_dims, k_dims)
+        x = pairs.reshape(*kept, 2 * self.data.shape[-1])
+        if self.hadamard:
+            blocks = x.reshape(*kept, x.shape[-1] // 16, 16)
+            x = rotate_back(blocks).astype(out_dtype)
+        return x[..., : math.prod(packed)].reshape(*kept, *packed)

@@ -1,9 +1,11 @@
 """What all recipes share."""
 
 import dataclasses
-from typing import NamedTuple
+import math
+from typing import Any, NamedTuple
 
 from te_flax.errors import message
+from te_flax.quantize.per_tensor import FLOAT32_MAX
 from te_flax.quantize.quantizer import Identity, Quantizer
 
 
@@ -89,6 +91,17 @@ def check_integer(
     ok = ok and low <= value and (high is None or value <= high)
     rule = f"be an integer >= {low}" + ("" if high is None else f" and <= {high}")
     check(recipe, field, ok, rule, remedy)
+
+
+def check_amax_epsilon(recipe: Any) -> None:
+    """Makes amax_epsilon a float; ValueError unless it is one, finite and >= 0."""
+    epsilon = recipe.amax_epsilon
+    ok = isinstance(epsilon, (int, float)) and not isinstance(epsilon, bool)
+    ok = ok and math.isfinite(epsilon) and epsilon >= 0
+    check(recipe, "amax_epsilon", ok, "be a finite number >= 0", "use 0.0 for none")
+    fits = epsilon <= FLOAT32_MAX
+    check(recipe, "amax_epsilon", fits, f"be <= {FLOAT32_MAX}", "use 0.0 for none")
+    object.__setattr__(recipe, "amax_epsilon", float(epsilon))
 
 
 def check_split_accumulator(recipe: Recipe) -> None:

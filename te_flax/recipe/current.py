@@ -1,13 +1,12 @@
 """Current scaling."""
 
 import dataclasses
-import math
 
 from te_flax.quantize.per_tensor import TensorQuantizer
 from te_flax.recipe.base import (
     Quantizers,
     Recipe,
-    check,
+    check_amax_epsilon,
     check_choice,
     check_flag,
     check_split_accumulator,
@@ -24,7 +23,7 @@ class Float8CurrentScaling(Recipe):
     Args:
         fp8_format: ``"hybrid"`` (e4m3 forward, e5m2 for gradients) or ``"e4m3"``.
         use_power_2_scales: round scales down to a power of two.
-        amax_epsilon: a lower bound for amax, finite and at least 0.
+        amax_epsilon: a lower bound for amax, a finite float32 of at least 0.
         split_accumulator: float32 accumulation of partial sums in the (forward,
             dgrad, wgrad) GEMMs on hardware that otherwise keeps fewer bits.
 
@@ -45,11 +44,7 @@ class Float8CurrentScaling(Recipe):
         """Checks every field."""
         check_choice(self, "fp8_format", ("hybrid", "e4m3"))
         check_flag(self, "use_power_2_scales")
-        epsilon = self.amax_epsilon
-        ok = isinstance(epsilon, (int, float)) and not isinstance(epsilon, bool)
-        ok = ok and math.isfinite(epsilon) and epsilon >= 0
-        check(self, "amax_epsilon", ok, "be a finite number >= 0", "use 0.0 for none")
-        object.__setattr__(self, "amax_epsilon", float(epsilon))
+        check_amax_epsilon(self)
         check_split_accumulator(self)
 
     def quantizers(self) -> Quantizers:

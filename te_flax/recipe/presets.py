@@ -9,15 +9,24 @@ from typing import Any
 
 from te_flax.errors import message
 from te_flax.recipe.base import HighPrecision, Recipe
+from te_flax.recipe.block import Float8BlockScaling
 from te_flax.recipe.current import Float8CurrentScaling
 from te_flax.recipe.delayed import DelayedScaling
 from te_flax.recipe.mxfp8 import MXFP8BlockScaling
+from te_flax.recipe.nvfp4 import NVFP4BlockScaling
 
 _CLASSES: dict[str, type[Recipe]] = {
     cls.__name__: cls
-    for cls in (DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, HighPrecision)
+    for cls in (
+        DelayedScaling,
+        Float8CurrentScaling,
+        MXFP8BlockScaling,
+        Float8BlockScaling,
+        NVFP4BlockScaling,
+        HighPrecision,
+    )
 }
-_PLANNED = ("float8_block_scaling", "mxfp6", "nvfp4")
+_PLANNED = ("mxfp6",)
 
 
 def load_recipe(source: str | os.PathLike[str]) -> Recipe:

@@ -7,6 +7,9 @@ from te_flax.typing import FP8
 
 BLOCK = 32
 _FILL = {"scale": 3.0, "scale_inv": 0.25, "lhs_scale_inv": 0.5, "rhs_scale_inv": 0.125}
+_FILL |= {"global_scale": 0.3, "lhs_global_scale": 0.7, "rhs_global_scale": 5.0}
+_E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+_E2M1 = np.concatenate([_E2M1, -_E2M1])
 
 
 def shape_of(array, sizes):
@@ -38,8 +41,9 @@ def operands(op: KernelOp, sizes, dtype=None, attrs=None, seed=0):
         shape = shape_of(array, sizes)
         allowed = op.dtypes.get(array.name, (np.float32,))
         kind = np.dtype(dtype if dtype is not None and i == main else allowed[0])
-        if array.name in ("prev_row", "prev_col"):
-            kind = np.dtype(FP8[(attrs or {})[f"{array.name[5:]}_format"]])
+        if array.name in ("prev_row", "prev_col") and kind != np.uint8:
+            format = (attrs or {}).get("format")
+            kind = np.dtype(FP8[format or (attrs or {})[f"{array.name[5:]}_format"]])
         if array.name == "prev_h":
             kind = np.dtype((attrs or {})["out_dtype"])
         if array.name == "rhs":  # the other FP8 format, or the same float
@@ -50,8 +54,8 @@ def operands(op: KernelOp, sizes, dtype=None, attrs=None, seed=0):
             value = np.zeros(shape)
         elif array.name in _FILL and kind == np.float32:
             value = np.full(shape, _FILL[array.name])
-        elif kind == np.uint8:
-            value = rng.integers(117, 137, shape)
+        elif kind in (np.uint8, np.uint32):
+            value = rng.integers(*(117, 137) if kind == np.uint8 else (0, 2**32), shape)
         else:
             value = rng.standard_normal(shape)
             if kind.itemsize > 1 and not op.name.startswith("gemm"):
@@ -74,8 +78,12 @@ def gemm_oracle(orientation, arrays, *, k_ndim, scaling="none", bias=False):
     scales = [np.asarray(s) for s in arrays[2:4]] if scaling != "none" else [None, None]
     b_shape = lhs.shape[:-k_ndim] if orientation[0] == "n" else lhs.shape[k_ndim:]
     n_shape = rhs.shape[k_ndim:] if orientation[1] == "n" else rhs.shape[:-k_ndim]
+    rows = {"block_2d": 128, "nvfp4_2d": 16}.get(scaling, 1)
     left = _matrix(lhs, scales[0], k_ndim, last=orientation[0] == "n")
-    right = _matrix(rhs, scales[1], k_ndim, last=orientation[1] == "t").T
+    right = _matrix(rhs, scales[1], k_ndim, last=orientation[1] == "t", rows=rows).T
+    if scaling.startswith("nvfp4"):
+        left = left * np.float64(arrays[4])
+        right = right * np.float64(arrays[5])
     exact, size = left @ right, np.abs(left) @ np.abs(right)
     exact, size = (a.reshape(*b_shape, *n_shape) for a in (exact, size))
     if bias:
@@ -84,17 +92,27 @@ def gemm_oracle(orientation, arrays, *, k_ndim, scaling="none", bias=False):
     return exact, size
 
 
-def _matrix(data, scale, k_ndim, *, last):
+def _matrix(data, scale, k_ndim, *, last, rows=1):
     """``[rest, K]`` float64 values with the scales multiplied in."""
     k_dims = data.shape[data.ndim - k_ndim :] if last else data.shape[:k_ndim]
-    k = int(np.prod(k_dims))
-    values = data.astype(np.float64).reshape((-1, k) if last else (k, -1))
+    k, block = int(np.prod(k_dims)), 128
+    if data.dtype == np.uint8:
+        pairs = np.stack([data & 15, data >> 4], -1)
+        values = _E2M1[pairs].reshape(-1, 2 * k)
+        k, block = 2 * k, 16
+    else:
+        values = data.astype(np.float64).reshape((-1, k) if last else (k, -1))
     if scale is not None and scale.dtype == np.uint8:
         blocks = -(-k // BLOCK)
         factor = 2.0 ** (scale.astype(np.float64) - 127)
         factor = factor.reshape((-1, blocks) if last else (blocks, -1))
         factor = np.repeat(factor, BLOCK, axis=int(last))
         values = values * (factor[:, :k] if last else factor[:k])
+    elif scale is not None and scale.ndim:
+        grid = -(-len(values) // rows), -(-k // block)
+        factor = scale.astype(np.float64).reshape(grid)
+        factor = np.repeat(np.repeat(factor, rows, 0), block, 1)
+        values = values * factor[: len(values), :k]
     elif scale is not None:
         values = values * np.float64(scale)
     return values if last else values.T

@@ -10,7 +10,13 @@ import pytest
 import te_flax as te
 from te_flax.recipe import presets
 
-RECIPES = (te.DelayedScaling, te.Float8CurrentScaling, te.MXFP8BlockScaling)
+RECIPES = (
+    te.DelayedScaling,
+    te.Float8CurrentScaling,
+    te.MXFP8BlockScaling,
+    te.Float8BlockScaling,
+    te.NVFP4BlockScaling,
+)
 
 
 def test_defaults():
@@ -29,7 +35,18 @@ def test_defaults():
         "split_accumulator": (False, True, True),
     }
     assert dataclasses.asdict(te.MXFP8BlockScaling()) == {"fp8_format": "e4m3"}
-    assert te.MXFP8BlockScaling().split_accumulator == (True, True, True)
+    assert dataclasses.asdict(te.Float8BlockScaling()) == {
+        "fp8_format": "e4m3",
+        "use_f32_scales": False,
+        "amax_epsilon": 0.0,
+    }
+    assert dataclasses.asdict(te.NVFP4BlockScaling()) == {
+        "disable_rht": False,
+        "disable_stochastic_rounding": False,
+        "disable_2d_quantization": False,
+    }
+    for cls in (te.MXFP8BlockScaling, te.Float8BlockScaling, te.NVFP4BlockScaling):
+        assert cls().split_accumulator == (True, True, True)
 
 
 @pytest.mark.parametrize(
@@ -45,6 +62,11 @@ def test_defaults():
             "fp8_format use_power_2_scales amax_epsilon split_accumulator",
         ),
         (te.MXFP8BlockScaling, "fp8_format"),
+        (te.Float8BlockScaling, "fp8_format use_f32_scales amax_epsilon"),
+        (
+            te.NVFP4BlockScaling,
+            "disable_rht disable_stochastic_rounding disable_2d_quantization",
+        ),
     ],
 )
 def test_order_of_positional_fields(cls, names):
@@ -56,9 +78,14 @@ def test_order_of_positional_fields(cls, names):
 def test_frozen_hashable_and_equal_by_value(cls):
     assert hash(cls()) == hash(cls())
     assert cls() == cls()
-    assert cls(fp8_format="e4m3") != cls(fp8_format="hybrid")
+    if cls is te.NVFP4BlockScaling:
+        field, values = "disable_rht", (True, False)
+    else:
+        field, values = "fp8_format", ("e4m3", "hybrid")
+    first, second = (cls(**{field: value}) for value in values)
+    assert first != second
     with pytest.raises(dataclasses.FrozenInstanceError):
-        cls().fp8_format = "e4m3"
+        setattr(cls(), field, values[0])
 
 
 def test_formats_and_quantizers():
@@ -73,6 +100,33 @@ def test_formats_and_quantizers():
     found = te.MXFP8BlockScaling(fp8_format="hybrid").quantizers()
     assert found.kernel == te.MXFP8Quantizer(format="e4m3")
     assert found.dy == te.MXFP8Quantizer(format="e5m2")
+
+
+def test_quantizers_of_block_scaling():
+    found = te.Float8BlockScaling().quantizers()
+    assert found.x == found.dy == te.BlockQuantizer()
+    assert found.kernel == te.BlockQuantizer(two_dimensional=True)
+    recipe = te.Float8BlockScaling("hybrid", use_f32_scales=True, amax_epsilon=1)
+    found, options = recipe.quantizers(), {"power_of_2": False, "epsilon": 1.0}
+    assert found.x == te.BlockQuantizer(**options)
+    assert found.kernel == te.BlockQuantizer(two_dimensional=True, **options)
+    assert found.dy == te.BlockQuantizer(format="e5m2", **options)
+
+
+def test_quantizers_of_nvfp4():
+    recipe = te.NVFP4BlockScaling()
+    assert recipe.formats == ("e2m1",) * 3
+    found = recipe.quantizers()
+    assert found.x == te.NVFP4Quantizer(hadamard=True)
+    assert found.kernel == te.NVFP4Quantizer(two_dimensional=True)
+    assert found.dy == te.NVFP4Quantizer(hadamard=True, stochastic=True)
+    found = te.NVFP4BlockScaling(disable_rht=True).quantizers()
+    assert found.x == te.NVFP4Quantizer()
+    assert found.dy == te.NVFP4Quantizer(stochastic=True)
+    found = te.NVFP4BlockScaling(disable_stochastic_rounding=True).quantizers()
+    assert found.dy == te.NVFP4Quantizer(hadamard=True)
+    found = te.NVFP4BlockScaling(disable_2d_quantization=True).quantizers()
+    assert found.kernel == te.NVFP4Quantizer()
 
 
 @pytest.mark.parametrize(
@@ -98,6 +152,15 @@ def test_formats_and_quantizers():
         (te.Float8CurrentScaling, "amax_epsilon", "0", "be a finite number >= 0, got"),
         (te.Float8CurrentScaling, "split_accumulator", (True,), "be a tuple of three"),
         (te.MXFP8BlockScaling, "fp8_format", "e5m2", "be one of 'e4m3', 'hybrid', got"),
+        (te.Float8CurrentScaling, "amax_epsilon", 1e39, "be <= 3.4028234663852886e+38"),
+        (te.Float8BlockScaling, "fp8_format", "e5m2", "be one of 'e4m3', 'hybrid', go"),
+        (te.Float8BlockScaling, "use_f32_scales", 1, "be True or False, got 1"),
+        (te.Float8BlockScaling, "amax_epsilon", -1.0, "be a finite number >= 0, got"),
+        (te.Float8BlockScaling, "amax_epsilon", True, "be a finite number >= 0, got"),
+        (te.Float8BlockScaling, "amax_epsilon", 1e39, "be <= 3.4028234663852886e+38"),
+        (te.NVFP4BlockScaling, "disable_rht", 0, "be True or False, got 0"),
+        (te.NVFP4BlockScaling, "disable_stochastic_rounding", None, "be True or False"),
+        (te.NVFP4BlockScaling, "disable_2d_quantization", "no", "be True or False, go"),
     ],
 )
 def test_bad_values(cls, field, value, rule):
@@ -117,6 +180,8 @@ def test_bounds_are_allowed():
         ("delayed_scaling", te.DelayedScaling()),
         ("current_scaling", te.Float8CurrentScaling()),
         ("mxfp8", te.MXFP8BlockScaling()),
+        ("float8_block_scaling", te.Float8BlockScaling()),
+        ("nvfp4", te.NVFP4BlockScaling()),
     ],
 )
 def test_presets(name, expected):
@@ -175,18 +240,19 @@ def test_missing_file(source, tmp_path, monkeypatch):
 @pytest.mark.parametrize("source", ["fp8", "", "MXFP8", None, 3])
 def test_unknown_preset(source):
     match = (
-        "load_recipe: preset must be one of current_scaling, delayed_scaling, mxfp8, "
-        f"none, got {source!r}; "
+        "load_recipe: preset must be one of current_scaling, delayed_scaling, "
+        f"float8_block_scaling, mxfp8, none, nvfp4, got {source!r}; "
     )
     with pytest.raises(ValueError, match=re.escape(match)):
         te.load_recipe(source)
 
 
-@pytest.mark.parametrize("name", ["nvfp4", "mxfp6", "float8_block_scaling"])
+@pytest.mark.parametrize("name", ["mxfp6"])
 def test_planned_preset(name):
     match = (
-        "load_recipe: preset must be one of current_scaling, delayed_scaling, mxfp8, "
-        f"none, got '{name}' (planned and not implemented in this version); "
+        "load_recipe: preset must be one of current_scaling, delayed_scaling, "
+        f"float8_block_scaling, mxfp8, none, nvfp4, got '{name}' (planned and not "
+        "implemented in this version); "
     )
     with pytest.raises(ValueError, match=re.escape(match)):
         te.load_recipe(name)
@@ -207,7 +273,8 @@ def test_file_that_is_not_utf8(tmp_path):
         (
             'recipe = "Delayed"',
             "recipe must be one of DelayedScaling, Float8CurrentScaling, "
-            "MXFP8BlockScaling, HighPrecision, got 'Delayed'; ",
+            "MXFP8BlockScaling, Float8BlockScaling, NVFP4BlockScaling, HighPrecision, "
+            "got 'Delayed'; ",
         ),
         ("margin = 1", "recipe must be one of DelayedScaling, .*, got None; "),
         ("recipe = 3", "recipe must be one of DelayedScaling, .*, got 3; "),
@@ -241,12 +308,12 @@ def test_is_recipe_supported():
     for name in ("none", te.HIGH_PRECISION):
         expected = (True, "runs unquantized on every platform")
         assert te.is_recipe_supported(name) == expected
-    for name in ("delayed_scaling", "current_scaling", "mxfp8"):
+    for name in set(presets.presets()) - {"none"}:
         supported, reason = te.is_recipe_supported(name)
         assert supported
         assert "compiled kernels" in reason
     assert te.is_recipe_supported(te.DelayedScaling())[0]
-    for name in ("nvfp4", "mxfp6", "float8_block_scaling"):
+    for name in ("mxfp6",):
         expected = (False, f"{name} is planned and not implemented in this version")
         assert te.is_recipe_supported(name) == expected
     supported, reason = te.is_recipe_supported("fp9")
