@@ -4,9 +4,12 @@ The whole public surface: ``import te_flax as te``.
 """
 
 from te_flax._version import __version__ as __version__
+from te_flax.convert import convert as convert
+from te_flax.convert import revert as revert
 from te_flax.functional.dense import Amaxes as Amaxes
 from te_flax.functional.dense import DenseConfig as DenseConfig
 from te_flax.functional.dense import dense as dense
+from te_flax.fusion import Fuse as Fuse
 from te_flax.layers.dense_general import DenseGeneral as DenseGeneral
 from te_flax.ops._choice import kernels as kernels
 from te_flax.ops._report import kernel_report as kernel_report
@@ -36,4 +39,6 @@ from te_flax.recipe.transforms import diff_filter as diff_filter
 from te_flax.recipe.transforms import grad as grad
 from te_flax.recipe.transforms import track_gradients as track_gradients
 from te_flax.recipe.transforms import value_and_grad as value_and_grad
+from te_flax.report import Report as Report
+from te_flax.report import report as report
 from te_flax.sharding import logical_axis_rules as logical_axis_rules
