@@ -95,6 +95,7 @@ def _row(place: Place) -> Row | None:
     held = variables(module)
     params = {n: v for n, v in held.items() if isinstance(v, nnx.Param)}
     gemm = any(isinstance(child, Fp8State) for child in vars(module).values())
+    ours = type(module).__module__.startswith("te_flax.")
     if isinstance(module, Passthrough):
         target = module.rule.linear
         runs, why = "-", f"fused into {target}"
@@ -102,8 +103,8 @@ def _row(place: Place) -> Row | None:
         return None
     elif gemm:
         runs, why = _followed(module)
-    elif type(module).__module__.startswith("te_flax."):
-        runs, why = HIGH, "it has no GEMM"
+    elif hasattr(module, "converted_from") or ours:
+        runs, why = HIGH, "it has no GEMM" + _difference(module)
     elif (reason := refusal(module, place.ancestors)) is not None:
         runs, why = HIGH, f"not converted: {reason}"
     else:
@@ -112,6 +113,13 @@ def _row(place: Place) -> Row | None:
     dims = None if main is None else getattr(main.get_value(), "shape", None)
     shape = "-" if dims is None else "x".join(map(str, dims)) or "scalar"
     return Row(place.name, class_name(type(module)), shape, runs, why)
+
+
+def _difference(module: Any) -> str:
+    """What a converted norm computes otherwise than the one before it."""
+    source = getattr(module, "converted_from", None)
+    fast = source is not None and dict(source.attributes).get("use_fast_variance")
+    return "; its variance is not nnx's fast, less exact one" if fast else ""
 
 
 def _followed(module: Any) -> tuple[str, str]:
