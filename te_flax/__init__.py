@@ -10,6 +10,9 @@ from te_flax.functional.dense import Amaxes as Amaxes
 from te_flax.functional.dense import DenseConfig as DenseConfig
 from te_flax.functional.dense import dense as dense
 from te_flax.fusion import Fuse as Fuse
+from te_flax.inspect import Inspection as Inspection
+from te_flax.inspect import OperandRow as OperandRow
+from te_flax.inspect import inspect as inspect
 from te_flax.layers.dense_general import DenseGeneral as DenseGeneral
 from te_flax.ops._choice import kernels as kernels
 from te_flax.ops._report import kernel_report as kernel_report
@@ -32,6 +35,7 @@ from te_flax.recipe.delayed import DelayedScaling as DelayedScaling
 from te_flax.recipe.mxfp8 import MXFP8BlockScaling as MXFP8BlockScaling
 from te_flax.recipe.presets import load_recipe as load_recipe
 from te_flax.recipe.state import Fp8Mailbox as Fp8Mailbox
+from te_flax.recipe.state import Fp8Record as Fp8Record
 from te_flax.recipe.state import Fp8Stat as Fp8Stat
 from te_flax.recipe.state import Fp8State as Fp8State
 from te_flax.recipe.transforms import absorb as absorb
@@ -39,6 +43,8 @@ from te_flax.recipe.transforms import diff_filter as diff_filter
 from te_flax.recipe.transforms import grad as grad
 from te_flax.recipe.transforms import track_gradients as track_gradients
 from te_flax.recipe.transforms import value_and_grad as value_and_grad
+from te_flax.recording import Recorder as Recorder
+from te_flax.recording import record as record
 from te_flax.report import Report as Report
 from te_flax.report import report as report
 from te_flax.sharding import logical_axis_rules as logical_axis_rules

@@ -15,6 +15,7 @@ ALLOWED = {
     "convert": {"adapters", "fusion", "paths", "recipe"},
     "report": {"adapters", "fusion", "paths", "recipe"},
     "inspect": {"paths", "quantize", "recipe"},
+    "recording": {"inspect", "paths", "quantize", "recipe"},
     "fusion": {"adapters", "paths", "recipe"},
     "adapters": {"layers", "paths", "recipe"},
     "paths": set(),
