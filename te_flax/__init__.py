@@ -5,6 +5,8 @@ The whole public surface: ``import te_flax as te``.
 
 from te_flax import checkpoint_policies as checkpoint_policies
 from te_flax._version import __version__ as __version__
+from te_flax.convert import convert as convert
+from te_flax.convert import revert as revert
 from te_flax.functional.activation import activation as activation
 from te_flax.functional.config import ActivationConfig as ActivationConfig
 from te_flax.functional.config import Amaxes as Amaxes
@@ -18,6 +20,10 @@ from te_flax.functional.layernorm_mlp import MLPParams as MLPParams
 from te_flax.functional.layernorm_mlp import layernorm_mlp as layernorm_mlp
 from te_flax.functional.lora import Lora as Lora
 from te_flax.functional.norm import norm as norm
+from te_flax.fusion import Fuse as Fuse
+from te_flax.inspect import Inspection as Inspection
+from te_flax.inspect import OperandRow as OperandRow
+from te_flax.inspect import inspect as inspect
 from te_flax.layers.dense_general import DenseGeneral as DenseGeneral
 from te_flax.layers.layer_norm_dense_general import (
     LayerNormDenseGeneral as LayerNormDenseGeneral,
@@ -50,6 +56,7 @@ from te_flax.recipe.mxfp8 import MXFP8BlockScaling as MXFP8BlockScaling
 from te_flax.recipe.nvfp4 import NVFP4BlockScaling as NVFP4BlockScaling
 from te_flax.recipe.presets import load_recipe as load_recipe
 from te_flax.recipe.state import Fp8Mailbox as Fp8Mailbox
+from te_flax.recipe.state import Fp8Record as Fp8Record
 from te_flax.recipe.state import Fp8Stat as Fp8Stat
 from te_flax.recipe.state import Fp8State as Fp8State
 from te_flax.recipe.transforms import absorb as absorb
@@ -57,4 +64,8 @@ from te_flax.recipe.transforms import diff_filter as diff_filter
 from te_flax.recipe.transforms import grad as grad
 from te_flax.recipe.transforms import track_gradients as track_gradients
 from te_flax.recipe.transforms import value_and_grad as value_and_grad
+from te_flax.recording import Recorder as Recorder
+from te_flax.recording import record as record
+from te_flax.report import Report as Report
+from te_flax.report import report as report
 from te_flax.sharding import logical_axis_rules as logical_axis_rules

@@ -33,6 +33,7 @@ def test_doctests(name):
 
 # Values and protocols that an example would not explain.
 NO_EXAMPLE = {"HIGH_PRECISION", "Quantizer", "Quantized", "Fp8Stat", "Fp8Mailbox"}
+NO_EXAMPLE |= {"Fp8Record", "OperandRow"}
 
 
 @pytest.mark.parametrize("name", PUBLIC)
@@ -72,7 +73,10 @@ def test_kernel_rules_on_the_pages_are_accepted():
             pass
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/api.md"])
+RUN = ["README.md", "docs/api.md", "docs/convert.md", "docs/inspect.md"]
+
+
+@pytest.mark.parametrize("page", RUN)
 def test_examples_on_the_pages_run(page):
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.S)
     assert blocks

@@ -12,6 +12,14 @@ PACKAGE = ROOT / "te_flax"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 FREE = {"typing", "errors", "config", "_version"}
 ALLOWED = {
+    "convert": {"adapters", "fusion", "paths", "recipe"},
+    "report": {"adapters", "fusion", "paths", "recipe"},
+    "inspect": {"paths", "quantize", "recipe"},
+    "recording": {"inspect", "paths", "quantize", "recipe"},
+    "fusion": {"adapters", "paths", "recipe"},
+    "adapters": {"layers", "paths", "recipe"},
+    "paths": set(),
+    "plot": set(),
     "layers": {"functional", "recipe", "sharding"},
     "functional": {"quantize", "ops", "sharding"},
     "recipe": {"quantize"},

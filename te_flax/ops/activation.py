@@ -29,7 +29,7 @@ _FAR = (0.199472323, 0.199427292, 0.150271431, 0.0444873571, -0.0383314341, -0.1
 
 
 def _times_exp(y: Array, half: Array) -> Array:
-    """y exp(v), given exp(v / 2): a small exp(v) times a large y is no 0."""
+    """Y exp(v), given exp(v / 2): a small exp(v) times a large y is no 0."""
     return y * half * half
 
 
@@ -53,7 +53,7 @@ def _gelu(x: Array, *_) -> tuple[Array, Array]:
 
 
 def _gelu_exact(x: Array, *_) -> tuple[Array, Array]:
-    """x (1 - Q(x)) and 1 - Q(x) + x exp(-x^2 / 2) / sqrt(2 pi), Q(-a) = 1 - Q(a)."""
+    """X (1 - Q(x)) and 1 - Q(x) + x exp(-x^2 / 2) / sqrt(2 pi), Q(-a) = 1 - Q(a)."""
     a = jnp.minimum(jnp.abs(x), 19)  # from there on Q is 0
     half = jnp.exp(-0.25 * a * a)
     e = half * half

@@ -8,18 +8,19 @@ import jax.numpy as jnp
 from flax import nnx
 
 from te_flax.errors import message
-from te_flax.recipe.state import Fp8Mailbox, Fp8Stat
+from te_flax.recipe.state import Fp8Mailbox, Fp8Record, Fp8Stat
 
 
 def checkpoint_filter(path: tuple, value: Any) -> bool:
-    """The filter of what belongs into a checkpoint: all but the mailboxes.
+    """The filter of what belongs into a checkpoint: all but mailboxes and records.
 
     Args:
         path: path of the variable in the model.
         value: the variable.
 
     Returns:
-        False for a mailbox (it is always zero), else True.
+        False for a mailbox (it is always zero) and for what ``te.record`` adds, else
+        True.
 
     Example:
         >>> from flax import nnx
@@ -28,7 +29,7 @@ def checkpoint_filter(path: tuple, value: Any) -> bool:
         >>> sorted(nnx.state(model, te.checkpoint_filter)["fp8"])
         ['dy', 'kernel', 'nonfinite', 'x']
     """
-    return not isinstance(value, Fp8Mailbox)
+    return not isinstance(value, Fp8Mailbox | Fp8Record)
 
 
 def restore_state(model: Any, state: Any) -> None:
@@ -65,7 +66,7 @@ def restore_state(model: Any, state: Any) -> None:
     updates, missing = [], []
     for path, leaf in target:
         value = source.pop(tuple(map(str, path)), None)
-        if isinstance(leaf, Fp8Mailbox):
+        if isinstance(leaf, Fp8Mailbox | Fp8Record):
             continue
         if value is None and isinstance(leaf, Fp8Stat):
             value = jnp.zeros(leaf.shape, leaf.dtype)

@@ -24,6 +24,14 @@ class Fp8Mailbox(nnx.Variable):
     """Always zero; its cotangent carries amax(dy) out of the backward pass."""
 
 
+class Fp8Record(Fp8Stat):
+    """Statistics of one call's operands while ``te.record`` is entered.
+
+    float32 [3, 5]: x, kernel and dy; amax, scale, saturated, flushed, nonfinite. NaN
+    where a number is not known. It is no part of a checkpoint.
+    """
+
+
 class Fp8State(nnx.Module):
     """Amax histories of the three operands of one GEMM.
 
@@ -44,6 +52,7 @@ class Fp8State(nnx.Module):
         mailbox: float32 [279], zero.
         use_running_average: True freezes all statistics (``model.eval()``).
         track_gradients: set by ``te.track_gradients`` while it is entered.
+        record: an ``Fp8Record`` while ``te.record`` is entered.
 
     Raises:
         ValueError: `amax_history_len` is not a positive integer.
@@ -58,6 +67,7 @@ class Fp8State(nnx.Module):
 
     use_running_average: bool
     track_gradients: bool
+    record: Fp8Record | None = None
 
     def __init__(
         self, amax_history_len: int | None = None, recipe: Recipe | None = None

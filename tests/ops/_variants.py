@@ -117,7 +117,9 @@ def check(op: KernelOp, attrs, arrays, got) -> None:
     a sum in any order, as a mesh may take it.
     """
     found = dict(zip((a.name for a in op.dims.outs), map(np.asarray, got), strict=True))
-    given = dict(zip((a.name for a in op.dims.ins), map(np.asarray, arrays), strict=True))
+    given = dict(
+        zip((a.name for a in op.dims.ins), map(np.asarray, arrays), strict=True)
+    )
     h, k_ndim = found.get("h", given["x"]), attrs["k_ndim"]
     if op.handler == "act_fwd":
         close_to_limits(h, *forward(given["x"], attrs))

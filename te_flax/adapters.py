@@ -1,0 +1,284 @@
+"""Which layer of te_flax takes the place of a layer of flax.nnx, and where none can."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from flax.nnx.nn import dtypes
+
+from te_flax.layers.dense_general import DenseGeneral
+from te_flax.paths import places, variables
+from te_flax.recipe.base import Recipe
+from te_flax.recipe.state import Fp8State
+from te_flax.typing import FLOATS
+
+NORMS: dict[type, type] = {}
+"""The norms of flax.nnx and the layers that replace them."""
+
+FUSED: list[type] = []
+"""The layer that replaces a norm and the linear layer behind it, once there is one."""
+
+# They pick the variables of the layer inside by name, "kernel": the amax history of
+# the kernel has this name too.
+_BY_NAME = (nnx.WeightNorm, nnx.SpectralNorm)
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """What a converted layer was before.
+
+    Attributes:
+        kind: its class.
+        attributes: its attributes, except its variables.
+    """
+
+    kind: type
+    attributes: tuple[tuple[str, Any], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What the user chose for one layer.
+
+    Attributes:
+        recipe: the layer's ``recipe=``.
+        amax_history_len: the layer's ``amax_history_len=``.
+    """
+
+    recipe: Recipe | None = None
+    amax_history_len: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Adapter:
+    """How one class of flax.nnx is replaced.
+
+    Attributes:
+        refuse: returns why a layer cannot be replaced, or None.
+        construct: makes the new layer; its parameters are replaced afterwards.
+        parameters: names of the variables that both layers have.
+        gemm: whether the layer has a GEMM.
+    """
+
+    refuse: Callable[[Any], str | None]
+    construct: Callable[[Any, Options], nnx.Module]
+    parameters: tuple[str, ...]
+    gemm: bool
+
+
+def adapter(module: Any) -> Adapter | None:
+    """The adapter of the first class of the module's ancestry that has one."""
+    found = (ADAPTERS[kind] for kind in type(module).__mro__ if kind in ADAPTERS)
+    return next(found, None)
+
+
+def refusal(module: Any, ancestors: Sequence[Any] = ()) -> str | None:
+    """Tells why a layer cannot be replaced.
+
+    Args:
+        module: a layer that has an adapter.
+        ancestors: the modules above it.
+
+    Returns:
+        The reason, or None.
+
+    Example:
+        >>> layer = nnx.Linear(2, 2, dot_general=jnp.dot, rngs=nnx.Rngs(0))
+        >>> refusal(layer)
+        'its dot_general is not jax.lax.dot_general'
+    """
+    for parent in ancestors:
+        if isinstance(parent, _BY_NAME):
+            return (
+                f"it is inside nnx.{type(parent).__name__}, which picks variables by "
+                "name and would pick the FP8 state as well"
+            )
+    kind = adapter(module)
+    if kind is None:
+        return f"te_flax has no layer for {class_name(type(module))}"
+    if type(module) not in ADAPTERS:
+        return f"{class_name(type(module))} may compute something else than its base"
+    held = vars(module)
+    more = [n for n, v in held.items() if nnx.is_data(v) and n not in kind.parameters]
+    more = [name for name in more if not name.startswith("_pytree__")]
+    if more:
+        return f"it holds more than its parameters: {', '.join(more)}"
+    for name in kind.parameters:
+        dtype = None if held[name] is None else held[name].get_value()
+        dtype = getattr(dtype, "dtype", type(dtype).__name__)
+        if held[name] is not None and dtype not in FLOATS:
+            return f"its {name} is {dtype}, not float32, bfloat16 or float16"
+    reason = kind.refuse(module)
+    if reason is not None:
+        return reason
+    try:
+        nnx.eval_shape(lambda: kind.construct(module, Options()))
+    except (TypeError, ValueError) as error:
+        return str(error)
+    return None
+
+
+def replacement(module: Any, options: Options) -> nnx.Module:
+    """Makes the layer that takes a layer's place and shares its variables.
+
+    Args:
+        module: a layer without a :func:`refusal`.
+        options: the user's choices.
+
+    Returns:
+        The new layer; its ``converted_from`` tells what :func:`original` needs.
+    """
+    layer = ADAPTERS[type(module)].construct(module, options)
+    adopt(layer, module)
+    return layer
+
+
+def adopt(layer: Any, module: Any) -> None:
+    """Gives a new layer the variables of a layer of flax.nnx, and notes its origin."""
+    parameters = ADAPTERS[type(module)].parameters
+    for name in parameters:
+        setattr(layer, name, nnx.data(getattr(module, name)))
+    static = (
+        (name, value)
+        for name, value in vars(module).items()
+        if name not in parameters and not name.startswith("_pytree__")
+    )
+    layer.converted_from = Source(type(module), tuple(static))
+    _stack(layer, stacked_dims(layer))
+
+
+def original(layer: Any) -> nnx.Module:
+    """Makes the layer that a converted layer was, sharing its variables."""
+    source: Source = layer.converted_from
+    parameters = ADAPTERS[source.kind].parameters
+    sizes = (1,) if "num_features" in dict(source.attributes) else (1, 1)
+    module = nnx.eval_shape(lambda: source.kind(*sizes, rngs=nnx.Rngs(0)))
+    values = {name: nnx.data(getattr(layer, name)) for name in parameters}
+    for name in [n for n in vars(module) if not n.startswith("_pytree__")]:
+        delattr(module, name)
+    for name, value in (*values.items(), *source.attributes):
+        setattr(module, name, value)
+    return module
+
+
+def class_name(kind: type) -> str:
+    """``nnx.Linear`` or ``te.DenseGeneral``; other classes by their own name."""
+    root = kind.__module__.split(".")
+    if root[0] == "te_flax":
+        return f"te.{kind.__name__}"
+    return f"nnx.{kind.__name__}" if root[:2] == ["flax", "nnx"] else kind.__name__
+
+
+def stacked_dims(layer: Any) -> tuple[int, ...]:
+    """The leading dims of the parameters of layers that ``nnx.vmap`` stacked."""
+    if isinstance(getattr(layer, "kernel", None), nnx.Variable):
+        ndim = len(layer.in_features) + len(layer.out_features)
+        return layer.kernel.shape[: layer.kernel.ndim - ndim]
+    return ()
+
+
+def _stack(layer: nnx.Module, dims: tuple[int, ...]) -> None:
+    """Gives each of the stacked layers its own FP8 state."""
+    for place in places(layer) if dims else ():
+        if isinstance(place.module, Fp8State):
+            for variable in variables(place.module).values():
+                value = variable.get_value()
+                variable.set_value(jnp.broadcast_to(value, (*dims, *value.shape)))
+
+
+def _zeros(key: Any, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """An initializer whose result is thrown away."""
+    return jnp.zeros(shape, dtype)
+
+
+def _refuse_linear(module: nnx.Linear) -> str | None:
+    if module.dot_general is not jax.lax.dot_general:
+        return "its dot_general is not jax.lax.dot_general"
+    return _refuse_shape(module, (module.in_features, module.out_features))
+
+
+def _refuse_linear_general(module: nnx.LinearGeneral) -> str | None:
+    for name in ("dot_general", "dot_general_cls"):
+        if getattr(module, name) not in (None, jax.lax.dot_general):
+            return f"its {name} is not jax.lax.dot_general"
+    if module.batch_axis:
+        return "it has a batch_axis: one kernel for each entry of an input's axis"
+    return _refuse_shape(module, (*module.in_features, *module.out_features))
+
+
+def _refuse_shape(module: Any, expected: tuple[int, ...]) -> str | None:
+    shape = module.kernel.shape
+    if math.prod(expected) and shape[max(len(shape) - len(expected), 0) :] == expected:
+        return None
+    return f"its kernel has shape {shape}, which does not end in {expected}"
+
+
+def _construct_dense(module: Any, options: Options) -> nnx.Module:
+    return DenseGeneral(
+        module.in_features,
+        module.out_features,
+        axis=getattr(module, "axis", -1),
+        **dense_keywords(module, options),
+    )
+
+
+def dense_keywords(module: Any, options: Options) -> dict[str, Any]:
+    """The keywords of a dense layer that a linear layer of flax.nnx determines."""
+    return {
+        "use_bias": module.use_bias,
+        "dtype": module.dtype,
+        "param_dtype": module.param_dtype,
+        "precision": module.precision,
+        "promote_dtype": module.promote_dtype,
+        "preferred_element_type": module.preferred_element_type,
+        "kernel_init": _zeros,
+        "bias_init": _zeros,
+        "recipe": options.recipe,
+        "amax_history_len": options.amax_history_len,
+        "rngs": nnx.Rngs(0),
+    }
+
+
+def _refuse_norm(module: Any) -> str | None:
+    if type(module) not in NORMS:
+        return f"te_flax has no layer for {class_name(type(module))}"
+    for name in ("reduction_axes", "feature_axes"):
+        axes = getattr(module, name)
+        if axes not in (-1, (-1,), [-1]):
+            return f"its {name} is {axes}: te_flax normalises the last axis"
+    for name in ("axis_name", "axis_index_groups"):
+        if getattr(module, name) is not None:
+            return f"it has {name}: statistics over devices"
+    if module.promote_dtype is not dtypes.promote_dtype:
+        return "its promote_dtype is not that of flax.nnx"
+    return None
+
+
+def _construct_norm(module: Any, options: Options) -> nnx.Module:
+    bias = {}
+    if isinstance(module, nnx.LayerNorm):
+        bias = {"use_bias": module.use_bias, "bias_init": _zeros}
+    return NORMS[type(module)](
+        module.num_features,
+        epsilon=module.epsilon,
+        dtype=module.dtype,
+        param_dtype=module.param_dtype,
+        use_scale=module.use_scale,
+        scale_init=_zeros,
+        rngs=nnx.Rngs(0),
+        **bias,
+    )
+
+
+# The classes of flax.nnx that are replaced.
+_DENSE = ("kernel", "bias")
+ADAPTERS = {
+    nnx.Linear: Adapter(_refuse_linear, _construct_dense, _DENSE, True),
+    nnx.LinearGeneral: Adapter(_refuse_linear_general, _construct_dense, _DENSE, True),
+    nnx.LayerNorm: Adapter(_refuse_norm, _construct_norm, ("scale", "bias"), False),
+    nnx.RMSNorm: Adapter(_refuse_norm, _construct_norm, ("scale",), False),
+}

@@ -1,0 +1,115 @@
+"""Statistics of a layer's operands, written by the layer while somebody records."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from te_flax.quantize.statistics import Statistics, smallest_scale, statistics
+from te_flax.recipe.base import Recipe
+from te_flax.recipe.state import Fp8Record, Fp8State, amax_axes
+from te_flax.typing import Array
+
+ROLES = ("x", "kernel", "dy")
+
+
+def start_recording(fp8: Fp8State) -> None:
+    """Gives a layer's FP8 state a variable for the statistics; all of it is NaN."""
+    dims = fp8.x.shape[:-1]
+    shape = (*dims, len(ROLES), len(Statistics._fields))
+    fp8.record = Fp8Record(jnp.full(shape, jnp.nan, jnp.float32))
+
+
+def stop_recording(fp8: Fp8State) -> None:
+    """Takes the variable away again."""
+    if "record" in vars(fp8):
+        del fp8.record
+
+
+def record_operands(
+    fp8: Fp8State,
+    recipe: Recipe,
+    *,
+    x: Array | None = None,
+    kernel: Array | None = None,
+    k_ndim: int = 1,
+    amaxes: Any = None,
+) -> None:
+    """Writes the statistics of a layer's operands, if they are being recorded.
+
+    A layer calls this under a recipe, with the operands of its GEMM as it quantizes
+    them. While nobody records it does nothing and leaves nothing in the jaxpr; while
+    somebody does, the operands are quantized once more, for the statistics.
+
+    Args:
+        fp8: the layer's FP8 state.
+        recipe: that the layer follows in this call.
+        x: ``[*batch, *in]``, or None if the layer never holds it (a fused norm).
+        kernel: ``[*in, *out]``, or None.
+        k_ndim: number of dims in ``in``.
+        amaxes: ``Amaxes`` of the call, with x, kernel and dy; None where every
+            operand measures itself.
+
+    Example:
+        >>> from te_flax.recipe.current import Float8CurrentScaling
+        >>> fp8 = Fp8State(amax_history_len=2)
+        >>> start_recording(fp8)
+        >>> record_operands(fp8, Float8CurrentScaling(), x=jnp.array([[2.0, 0.0]]))
+        >>> float(fp8.record[0, 0])
+        2.0
+    """
+    if fp8.record is None:
+        return
+    x, kernel, amaxes = jax.lax.stop_gradient((x, kernel, amaxes))
+    axes = amax_axes(fp8)
+    quantizers = recipe.quantizers()
+    rows = [Statistics(), Statistics(), Statistics()]
+    if x is not None:
+        amax = None if amaxes is None else amaxes.x
+        how = {"rowwise": True, "colwise": False, "amax": amax, "amax_axes": axes}
+        tensor = quantizers.x(x, k_ndim=k_ndim, **how).rowwise
+        rows[0] = statistics(x, tensor, axes)
+    if kernel is not None:
+        amax = None if amaxes is None else amaxes.kernel
+        rows[1] = kernel_statistics(recipe, kernel, k_ndim, amax, axes)
+    if amaxes is not None and amaxes.dy is not None:
+        # dy exists in the backward pass only, but its scale is known before it.
+        how = {"k_ndim": 1, "rowwise": True, "colwise": False, "amax": amaxes.dy}
+        tensor = quantizers.dy(jnp.zeros((1, 1), jnp.float32), **how).rowwise
+        rows[2] = Statistics(scale=smallest_scale(tensor))
+    values = [jnp.stack([jnp.float32(value) for value in row]) for row in rows]
+    fp8.record[...] = jnp.stack(values)
+
+
+def kernel_statistics(
+    recipe: Recipe,
+    kernel: Array,
+    k_ndim: int,
+    amax: Array | None = None,
+    axes: tuple[str, ...] = (),
+) -> Statistics:
+    """The statistics of a kernel, quantized as the forward product reads it.
+
+    Args:
+        recipe: how it is quantized.
+        kernel: ``[*in, *out]``.
+        k_ndim: number of dims in ``in``.
+        amax: float32 ``[]`` that fixes the scale; None measures the kernel.
+        axes: manual mesh axes over which it is sharded.
+
+    Returns:
+        Its statistics.
+    """
+    tensor = (
+        recipe.quantizers()
+        .kernel(
+            kernel,
+            k_ndim=kernel.ndim - k_ndim,
+            rowwise=False,
+            colwise=True,
+            amax=amax,
+            amax_axes=axes,
+        )
+        .colwise
+    )
+    return statistics(kernel, tensor, axes)
