@@ -24,6 +24,7 @@ from te_flax.fusion import Fuse as Fuse
 from te_flax.inspect import Inspection as Inspection
 from te_flax.inspect import OperandRow as OperandRow
 from te_flax.inspect import inspect as inspect
+from te_flax.kernel_cache import cache_quantized as cache_quantized
 from te_flax.layers.dense_general import DenseGeneral as DenseGeneral
 from te_flax.layers.layer_norm_dense_general import (
     LayerNormDenseGeneral as LayerNormDenseGeneral,

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
@@ -222,6 +223,14 @@ def norm_gradients(
     if bias_type is None:
         return dx, dscale, None
     return dx, dscale, cotangent_like(made.extras[1], bias_type)
+
+
+def shard_key(key: Array | None, dy: Array) -> Array | None:
+    """A key of its own for each shard of dy inside ``jax.shard_map``."""
+    if key is not None:
+        for axis in sorted(jax.typeof(dy).mat.varying):
+            key = jax.random.fold_in(key, lax.axis_index(axis))
+    return key
 
 
 def state_cotangent(config: DenseConfig, amax: Array | None, mail_type) -> GemmState:

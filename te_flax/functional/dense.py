@@ -169,7 +169,7 @@ def _dense_bwd(static, res, cotangents):
         amax=saved.dy_amax,
         dbias=bias_type is not None,
         amax_axes=config.amax_axes,
-        key=saved.key,
+        key=_core.shard_key(saved.key, dy),
         impl=config.impl,
     )
     dx, dkernel = _core.gradients(

@@ -300,7 +300,7 @@ def _wo_gradients(config, saved, dy, p):
         amax=saved.wo.dy_amax,
         dbias=p.wo_bias is not None,
         amax_axes=wo.amax_axes,
-        key=saved.wo.key,
+        key=_core.shard_key(saved.wo.key, dy),
         impl=wo.impl,
     )
     mid = jax.typeof(saved.z[..., 0, :])  # of the activation's result
@@ -329,7 +329,7 @@ def _wi_gradients(config, saved, dh, x_type, p):
         h=lora is not None,
         dbias=p.wi_bias is not None,
         amax_axes=wi.amax_axes,
-        key=saved.wi.key,
+        key=_core.shard_key(saved.wi.key, dh),
         impl=wi.impl,
         **config.activation.attrs,
     )

@@ -2,10 +2,13 @@
 
 from typing import Any
 
+import jax
+
 from te_flax.functional.config import Amaxes, DenseConfig, GemmState
+from te_flax.quantize.quantizer import Quantized
 from te_flax.recipe.base import Recipe
 from te_flax.recipe.delayed import DelayedScaling
-from te_flax.recipe.state import Fp8State, amax_axes
+from te_flax.recipe.state import Fp8KernelCache, Fp8State, amax_axes
 from te_flax.typing import Array
 
 
@@ -23,20 +26,77 @@ def gemm_config(recipe: Recipe | None, fp8: Fp8State, **common: Any) -> DenseCon
     )
 
 
-def gemm_state(recipe: Recipe | None, fp8: Fp8State) -> GemmState:
-    """The arrays that a recipe asks for: amaxes and mailbox under delayed scaling."""
-    if not isinstance(recipe, DelayedScaling):
+def gemm_state(recipe: Recipe | None, layer: Any) -> GemmState:
+    """The arrays that a recipe asks for.
+
+    Amaxes and mailbox under delayed scaling, a key where dy is rounded stochastically,
+    the kernel's copies where ``te.cache_quantized`` made them.
+    """
+    fp8 = layer.fp8
+    if recipe is None:
         return GemmState()
+    state = GemmState(kernel=cached_kernel(fp8))
+    if getattr(recipe.quantizers().dy, "stochastic", False):
+        training = not fp8.use_running_average
+        state = state._replace(key=layer.sr() if training else None)
+    if not isinstance(recipe, DelayedScaling):
+        return state
     # Without somebody who fills its history dy must measure itself.
     dy = fp8.amax("dy", recipe) if fp8.tracked else None
     amaxes = Amaxes(fp8.amax("x", recipe), fp8.amax("kernel", recipe), dy)
-    return GemmState(amaxes, fp8.mailbox[...])
+    return state._replace(amaxes=amaxes, mailbox=fp8.mailbox[...])
 
 
-def record(
+def push(
     recipe: Recipe | None, fp8: Fp8State, amaxes: tuple[Array | None, Array | None]
 ) -> None:
     """Pushes the amaxes of a forward call; only delayed scaling keeps them."""
     x, kernel = amaxes
-    if isinstance(recipe, DelayedScaling) and x is not None and kernel is not None:
-        fp8.push(x, kernel)
+    if not isinstance(recipe, DelayedScaling):
+        return
+    fp8.push(x, kernel if fp8.kernel_cache is None else None)
+
+
+def quantize_kernel(
+    recipe: Recipe, fp8: Fp8State, kernel: Array, k_ndim: int, stacked: int = 0
+) -> Quantized:
+    """Both copies of a kernel, as the GEMMs of both passes read them.
+
+    Args:
+        recipe: that the layer follows.
+        fp8: its FP8 state.
+        kernel: ``[*stacked, *in, *out]``.
+        k_ndim: number of dims in ``in``.
+        stacked: number of leading dims that hold different layers.
+    """
+    n_ndim = kernel.ndim - stacked - k_ndim
+    delayed = isinstance(recipe, DelayedScaling)
+    amax = fp8.amax("kernel", recipe) if delayed else None
+
+    def quantize(kernel: Array, amax: Array | None) -> Quantized:
+        return recipe.quantizers().kernel(
+            kernel,
+            k_ndim=n_ndim,
+            rowwise=True,
+            colwise=True,
+            amax=amax,
+            amax_axes=amax_axes(fp8),
+        )
+
+    for _ in range(stacked):
+        quantize = jax.vmap(quantize)
+    return quantize(kernel, amax)
+
+
+def cached_kernel(fp8: Fp8State) -> Quantized | None:
+    """The copies that ``te.cache_quantized`` made of the kernel."""
+    cache = fp8.kernel_cache
+    return None if cache is None else jax.lax.stop_gradient(cache.get_value())
+
+
+def set_cache(fp8: Fp8State, copies: Quantized | None) -> None:
+    """Gives the FP8 state copies of its kernel, or takes them away."""
+    if copies is not None:
+        fp8.kernel_cache = Fp8KernelCache(copies)
+    elif "kernel_cache" in vars(fp8):
+        del fp8.kernel_cache

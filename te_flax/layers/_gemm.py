@@ -5,13 +5,14 @@ from typing import Any
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from te_flax.functional.config import QUANTIZED_NAME
+from te_flax.functional.config import QUANTIZED_NAME, GemmState
 from te_flax.functional.dense import dense, layernorm_dense
 from te_flax.functional.lora import Lora, low_rank
 from te_flax.layers import _fp8
 from te_flax.ops._choice import current as current_kernels
 from te_flax.recipe.base import Recipe
 from te_flax.recipe.context import resolve
+from te_flax.recipe.record import record_operands
 from te_flax.sharding import Placement, placement
 from te_flax.typing import Array, Axes
 
@@ -45,6 +46,22 @@ def common(
     )
 
 
+def record(
+    layer: Any, recipe: Recipe | None, state: GemmState, x: Array | None
+) -> None:
+    """Hands the operands to ``te.record``, if that is entered."""
+    if recipe is None:
+        return
+    record_operands(
+        layer.fp8,
+        recipe,
+        x=x,
+        kernel=layer.kernel[...],
+        k_ndim=len(layer.axis),
+        amaxes=None if state.mailbox is None else state.amaxes,
+    )
+
+
 def apply(
     layer: Any,
     x: Array,
@@ -74,12 +91,13 @@ def apply(
     out_dtype = jnp.dtype(layer.preferred_element_type or px.dtype).name
     operand = placement(h_axes, x.ndim)
     config = common(layer, recipe, out_dtype, out_sharding, operand)
-    state = _fp8.gemm_state(recipe, layer.fp8)
+    state = _fp8.gemm_state(recipe, layer)
+    record(layer, recipe, state, x if norm is None else None)
     low = lora(layer)
     if norm is None:
         # A cast that only widens is exact: quantize the narrow array.
         narrow = recipe and jnp.promote_types(x.dtype, px.dtype) == px.dtype
-        y, amaxes = dense(
+        y, measured = dense(
             x if narrow else px,
             kernel if recipe else pkernel,
             pbias,
@@ -90,7 +108,7 @@ def apply(
         h = px
     else:
         scale, norm_bias = norm.parameters()
-        y, h, amaxes = layernorm_dense(
+        y, h, measured = layernorm_dense(
             x,
             scale,
             norm_bias,
@@ -101,7 +119,7 @@ def apply(
             state=state,
             return_layernorm_output=return_h or low is not None,
         )
-    _fp8.record(recipe, layer.fp8, amaxes)
+    _fp8.push(recipe, layer.fp8, measured)
     if low is not None and h is not None:
         y = y + low_rank(h, low, layer.lora_scale).astype(y.dtype)
     return y, h if return_h else None

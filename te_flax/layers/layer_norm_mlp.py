@@ -256,7 +256,9 @@ class LayerNormMLP(nnx.Module):
             ffn1_name=self.ckpt_names[0],
             ffn2_name=self.ckpt_names[1],
         )
-        states = _fp8.gemm_state(recipe, wi.fp8), _fp8.gemm_state(recipe, wo.fp8)
+        states = _fp8.gemm_state(recipe, wi), _fp8.gemm_state(recipe, wo)
+        for layer, state in zip((wi, wo), states, strict=True):
+            _gemm.record(layer, recipe, state, None)
         y, h, amaxes = layernorm_mlp(
             px if norm is None else x,
             params,
@@ -265,7 +267,7 @@ class LayerNormMLP(nnx.Module):
             dropout_key=key,
         )
         for layer, measured in zip((wi, wo), amaxes, strict=True):
-            _fp8.record(recipe, layer.fp8, measured)
+            _fp8.push(recipe, layer.fp8, measured)
         return y, h
 
     def _operands(self, x: Array):

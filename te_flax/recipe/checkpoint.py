@@ -37,9 +37,9 @@ def restore_state(model: Any, state: Any) -> None:
 
     Statistics that the checkpoint lacks (one of a plain nnx model, say) become
     zero, as in a new layer; a history of another length keeps its newest entries
-    and is filled up with zeros. Mailboxes in the checkpoint are ignored. All other
-    variables must be there, with their shapes. The values keep the dtype and the
-    sharding of the model's.
+    and is filled up with zeros. A missing "sr" stream stays as it is in the model.
+    Mailboxes in the checkpoint are ignored. All other variables must be there, with
+    their shapes. The values keep the dtype and the sharding of the model's.
 
     Args:
         model: the module; updated in place.
@@ -70,6 +70,8 @@ def restore_state(model: Any, state: Any) -> None:
             continue
         if value is None and isinstance(leaf, Fp8Stat):
             value = jnp.zeros(leaf.shape, leaf.dtype)
+        if value is None and is_rounding(leaf):
+            continue
         if value is None:
             missing.append("/".join(map(str, path)))
             continue
@@ -82,6 +84,11 @@ def restore_state(model: Any, state: Any) -> None:
             rule = f"{rule} {', '.join(names)}"
             raise ValueError(message("restore_state", "state", rule, got, remedy))
     nnx.update(model, nnx.from_flat_state(updates))
+
+
+def is_rounding(leaf: Any) -> bool:
+    """Whether a variable belongs to the "sr" stream of stochastic rounding."""
+    return isinstance(leaf, nnx.RngState) and getattr(leaf, "tag", None) == "sr"
 
 
 def _flatten(state: Any, known: set[tuple[str, ...]]) -> dict[tuple[str, ...], Any]:

@@ -32,6 +32,10 @@ class Fp8Record(Fp8Stat):
     """
 
 
+class Fp8KernelCache(nnx.Variable):
+    """A kernel's quantized copies while ``te.cache_quantized`` is entered."""
+
+
 class Fp8State(nnx.Module):
     """Amax histories of the three operands of one GEMM.
 
@@ -53,6 +57,7 @@ class Fp8State(nnx.Module):
         use_running_average: True freezes all statistics (``model.eval()``).
         track_gradients: set by ``te.track_gradients`` while it is entered.
         record: an ``Fp8Record`` while ``te.record`` is entered.
+        kernel_cache: an ``Fp8KernelCache`` while ``te.cache_quantized`` is entered.
 
     Raises:
         ValueError: `amax_history_len` is not a positive integer.
@@ -68,6 +73,7 @@ class Fp8State(nnx.Module):
     use_running_average: bool
     track_gradients: bool
     record: Fp8Record | None = None
+    kernel_cache: Fp8KernelCache | None = None
 
     def __init__(
         self, amax_history_len: int | None = None, recipe: Recipe | None = None
@@ -141,22 +147,24 @@ class Fp8State(nnx.Module):
             return history[..., 0]
         return jnp.max(history[..., :window], axis=-1)
 
-    def push(self, x_amax: Array, kernel_amax: Array) -> None:
+    def push(self, x_amax: Array | None, kernel_amax: Array | None) -> None:
         """Records a forward call, unless the statistics are frozen.
 
         Args:
             x_amax: float32 [2], the largest finite magnitude of x and a flag that is
-                1.0 if an element was NaN or infinite. An amax of 0 pushes nothing.
+                1.0 if an element was NaN or infinite. An amax of 0 pushes nothing,
+                nor does None.
             kernel_amax: float32 [2], the kernel's.
         """
         if self.use_running_average:
             return
-        x_amax, kernel_amax = jax.lax.stop_gradient((x_amax, kernel_amax))
-        self.x[...] = push(self.x[...], x_amax[..., 0])
-        self.kernel[...] = push(self.kernel[...], kernel_amax[..., 0])
-        flags = (x_amax[..., 1] > 0).astype(jnp.int32)
-        flags += (kernel_amax[..., 1] > 0).astype(jnp.int32)
-        self.nonfinite[...] = self.nonfinite[...] + flags
+        for history, amax in ((self.x, x_amax), (self.kernel, kernel_amax)):
+            if amax is None:
+                continue
+            amax = jax.lax.stop_gradient(amax)
+            history[...] = push(history[...], amax[..., 0])
+            flag = (amax[..., 1] > 0).astype(jnp.int32)
+            self.nonfinite[...] = self.nonfinite[...] + flag
 
 
 def amax_axes(state: Fp8State) -> tuple[str, ...]:
