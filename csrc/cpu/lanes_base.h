@@ -1,4 +1,4 @@
-// One lane of plain C++ for any processor, under the names that activation.inc uses.
+// One lane of plain C++ for any processor, under the names that simd_activation.inc uses.
 #ifndef TE_FLAX_CPU_LANES_BASE_H_
 #define TE_FLAX_CPU_LANES_BASE_H_
 

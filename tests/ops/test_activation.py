@@ -98,7 +98,10 @@ def test_an_element_depends_on_itself_only(activation):
     for run in HANDLERS[::2]:
         h = results(run, ACT_FWD, H, [x], attrs)["h"]
         dx = results(run, ACT_BWD, H, [dy, x], attrs)["h"]
-        for rows, cols in ((slice(13, 14), slice(0, 300)), (slice(3, 70), slice(7, 90))):
+        for rows, cols in (
+            (slice(13, 14), slice(0, 300)),
+            (slice(3, 70), slice(7, 90)),
+        ):
             part = [dy[rows, cols], x[rows][:, :, cols]]
             same_bits(results(run, ACT_FWD, H, part[1:], attrs)["h"], h[rows, cols])
             cut = results(run, ACT_BWD, H, part, attrs)["h"]
@@ -137,9 +140,7 @@ def test_bad_arguments_are_named():
         call(x, activation="gelu")
     text = "act_fwd: out_dtype must be float32 or bfloat16 or float16, got 'int8'"
     with pytest.raises(ValueError, match=re.escape(text)):
-        ACT_FWD(
-            H, x, activation="silu,linear", k_ndim=1, out_dtype="int8", **VALUES
-        )
+        ACT_FWD(H, x, activation="silu,linear", k_ndim=1, out_dtype="int8", **VALUES)
     text = "act_fwd: variant must be one of its variants, got "
     with pytest.raises(ValueError, match=re.escape(text)):
         call.func(Variant(dbias=True), x)
