@@ -125,7 +125,7 @@ def test_kernels_know_neither_xla_nor_nanobind():
             assert not found, f"{path}: {found}"
 
 
-CPU_KERNELS = ("kernels*", "simd*.inc", "lanes_*.h", "scalar.h")
+CPU_KERNELS = ("kernels*", "simd*.inc", "lanes_*.h", "scalar.h", "flush.h")
 
 
 def test_cpu_kernels_include_only_themselves():

@@ -3,7 +3,7 @@
 #define TE_FLAX_CPU_FLUSH_H_
 
 #if defined(__x86_64__)
-#include <xmmintrin.h>
+#include <immintrin.h>
 #endif
 
 namespace te_flax::cpu {

@@ -7,8 +7,8 @@
 namespace te_flax::cpu {
 namespace {
 
-#include "cpu/activation.inc"
-#include "cpu/norm.inc"
+#include "cpu/simd_activation.inc"
+#include "cpu/simd_norm.inc"
 
 inline void Join(uint32_t bits, Amax* amax) {
   const uint32_t a = bits & kAbs;

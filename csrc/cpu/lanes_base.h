@@ -6,7 +6,7 @@
 
 #include "cpu/scalar.h"
 
-// For wide.inc, not always: sixteen lanes of one value each would take minutes to compile.
+// For simd_wide.inc, not always: sixteen lanes of one value each would take minutes to compile.
 #define TE_INLINE inline
 #define TE_INLINE_LAMBDA
 

@@ -151,8 +151,8 @@ class Family:
         found = op(*arrays, *scales, *previous, impl=impl, **formats, **attrs)
         named = dict(zip((a.name for a in op.dims.outs), found, strict=True))
         extras = tuple(named.pop(name) for name in self.extras)
-        plain = {f: named.get(f) for f in Fused._fields if f not in ("amax", "extras")}
-        return Fused(**plain, amax=named["amax"], extras=extras)
+        optional = (named.get(name) for name in Fused._fields[:-2])
+        return Fused(*optional, amax=named["amax"], extras=extras)
 
 
 def variants(

@@ -2,8 +2,8 @@
 
 ``x [M.., A, K..]`` holds one slice per activation of a name such as ``"gelu"`` (A = 1)
 or ``"silu,linear"`` (A = 2); h is the product of the activated slices. Every form is
-free of cancellation: no ``1 + tanh`` and no ``1 - sigmoid``. At an infinity it takes its
-limit.
+free of cancellation: no ``1 + tanh`` and no ``1 - sigmoid``. At an infinity it takes
+its limit.
 """
 
 import math
@@ -20,12 +20,14 @@ _GELU = 2 * math.sqrt(2 / math.pi)
 _CUBIC = 0.044715
 _QUICK = 1.702
 _DENSITY = 1 / math.sqrt(2 * math.pi)
-# Q(a) = erfc(a / sqrt(2)) / 2 is 1/2 - a times the first polynomial in a^2 up to 1, and
-# exp(-a^2 / 2) t times the second in t = 1 / (1 + a / 2) from there to 19; both minimax.
+# Q(a) = erfc(a / sqrt(2)) / 2 is 1/2 - a times the first polynomial in a^2 up to 1,
+# and exp(-a^2 / 2) t times the second in t = 1 / (1 + a / 2) from there to 19; both are
+# minimax, as in csrc/cpu/simd_activation.inc.
 _NEAR = (0.398942292, -0.0664903596, 0.00997332297, -0.00118632999, 0.00011348637,
          -7.65420828e-06)  # fmt: skip
-_FAR = (0.199472323, 0.199427292, 0.150271431, 0.0444873571, -0.0383314341, -0.163535193,
-        -0.0455167182, 0.454929113, -0.440572202, 0.140028492)  # fmt: skip
+_FAR = (0.199472323, 0.199427292, 0.150271431, 0.0444873571, -0.0383314341,
+        -0.163535193, -0.0455167182, 0.454929113, -0.440572202,
+        0.140028492)  # fmt: skip
 
 
 def _times_exp(y: Array, half: Array) -> Array:
@@ -41,9 +43,9 @@ def _gated_sigmoid(x: Array, u: Array, w: Array) -> tuple[Array, Array]:
     # Where these clamps change something the result is 0 or 1: no inf * 0.
     w = jnp.clip(w, -(2.0**60), 2.0**60)
     low = jnp.maximum(x, -(2.0**100)) * g, g * (1 + w * g)
-    low = [_times_exp(y, half) for y in low]
     high = x * g, g * (1 + w * (e * g))
-    return tuple(jnp.where(u < 0, a, b) for a, b in zip(low, high, strict=True))
+    value = jnp.where(u < 0, _times_exp(low[0], half), high[0])
+    return value, jnp.where(u < 0, _times_exp(low[1], half), high[1])
 
 
 def _gelu(x: Array, *_) -> tuple[Array, Array]:

@@ -1,4 +1,4 @@
-"""The activations and their derivatives in float64, and the bounds of act_fwd, act_bwd."""
+"""The activations and their derivatives in float64, with the bounds of the ops."""
 
 import math
 from typing import NamedTuple

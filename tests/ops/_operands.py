@@ -22,6 +22,26 @@ def shape_of(array, sizes):
     return tuple(shape)
 
 
+def attributes(op, index=0, k_ndim=1):
+    """The attributes of a case, with every format and output dtype in turn."""
+    attrs = dict(op.cases[index % len(op.cases)].attrs)
+    if "k_ndim" in attrs:
+        attrs["k_ndim"] = k_ndim
+    for key, values in {
+        "row_format": ("e4m3", "e5m2"),
+        "col_format": ("e5m2", "e4m3"),
+        "out_dtype": ("float32", "bfloat16", "float16"),
+    }.items():
+        if key in attrs:
+            attrs[key] = values[index % len(values)]
+    return attrs
+
+
+def groups(m, k, n=(7,)):
+    """Sizes of the groups that the ops use."""
+    return {"B": m, "D": m, "M": m, "K": k, "N": n}
+
+
 def main_operand(op: KernelOp) -> int:
     """The index of the first operand that is data."""
     return int(op.dims.ins[0].name == "noop")

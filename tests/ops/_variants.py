@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 from _activations import backward, close_to_limits, forward
+from _norms import pop_own
 from _quantizers import REFERENCE, Implementation
 
 from te_flax.ops import mxfp8
@@ -16,6 +17,17 @@ from te_flax.testing.patterns import same_bits
 
 FAMILIES = {family.name: family for family in (ACT_FWD, ACT_BWD, QUANTIZE_DBIAS)}
 HANDLERS = ("act_fwd", "act_bwd", "quantize_dbias", "norm_fwd", "norm_bwd")
+CONTRACT = (  # stand for all in tests/ops/test_contract.py
+    "act_bwd_mxfp8_rowcol_h_dbias",
+    "act_bwd_rowcol_h_dbias_noop",
+    "act_fwd_mxfp8_row_h_noop",
+    "act_fwd_rowcol_h",
+    "norm_bwd_layernorm_mxfp8_rowcol_h",
+    "norm_bwd_rmsnorm_rowcol_h_noop",
+    "norm_fwd_layernorm_rowcol_h",
+    "norm_fwd_rmsnorm_mxfp8_rowcol_h_noop",
+    "quantize_dbias_mxfp8_rowcol_dbias",
+)
 FORMATS = {"row_format": "e4m3", "col_format": "e5m2"}
 VALUES = {"limit": 7.0, "alpha": 1.702, "offset": 1.0}
 SCALE = np.float32(3.7)
@@ -75,10 +87,10 @@ def expected(
         codes = oracle.quantize(h, scale, **options)
     else:
         names = ("row", "row_scale", "col", "col_scale", "amax")
-        slow = h.size > 1 << 15
-        quantize = REFERENCE if slow else oracle.quantize_mxfp8
-        op = (mxfp8.QUANTIZE_MXFP8_ROWCOL,) if slow else ()
-        codes = quantize(*op, h, **options)
+        if h.size > 1 << 15:
+            codes = REFERENCE(mxfp8.QUANTIZE_MXFP8_ROWCOL, h, **options)
+        else:
+            codes = oracle.quantize_mxfp8(h, **options)
     found = {n: np.asarray(c) for n, c in zip(names, codes, strict=True)}
     return found | {"dbias": token_sum(h, k_ndim)}
 
@@ -125,6 +137,8 @@ def check(op: KernelOp, attrs, arrays, got) -> None:
         close_to_limits(h, *forward(given["x"], attrs))
     elif op.handler == "act_bwd":
         close_to_limits(h, *backward(given["dy"], given["x"], attrs))
+    elif op.handler in ("norm_fwd", "norm_bwd"):
+        pop_own(op, attrs, given, found)
     formats = {f: attrs.get(f, FORMATS[f]) for f in FORMATS}
     h, whole = h.astype(attrs["out_dtype"]), k_ndim + (op.handler == "act_bwd")
     scaling = op.handler_attrs["scaling"]

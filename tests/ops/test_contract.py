@@ -17,7 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from _meshes import FAST, A, E, P, collectives, gathered, mesh, placed
-from _operands import gemm_oracle, main_operand, operands, same
+from _operands import attributes, gemm_oracle, groups, main_operand, operands, same
+from _variants import CONTRACT as FUSED
 from _variants import HANDLERS, check
 from jax.sharding import AxisType
 
@@ -30,13 +31,6 @@ from te_flax.testing.numerics import close_to, gemm_bound
 for module in pkgutil.iter_modules(te_flax.ops.__path__):
     importlib.import_module(f"te_flax.ops.{module.name}")
 
-FUSED = (
-    "act_bwd_mxfp8_rowcol_h_dbias",
-    "act_bwd_rowcol_h_dbias_noop",
-    "act_fwd_mxfp8_row_h_noop",
-    "act_fwd_rowcol_h",
-    "quantize_dbias_mxfp8_rowcol_dbias",
-)
 OPS = {
     n: op
     for n, op in sorted(KernelOp.registry.items())
@@ -51,6 +45,7 @@ FULL = (  # one of each family on every mesh; the others on one of each kind
     "dequantize_mxfp8_row",
     "gemm_nn_bias",
     "gemm_tn_mxfp8",
+    "norm_bwd_layernorm_mxfp8_rowcol_h",
     "quantize_mxfp8_rowcol",
     "quantize_rowcol",
 )
@@ -58,26 +53,6 @@ each = pytest.mark.parametrize("name", OPS)
 
 
 compiled = functools.partial(jax.jit, compiler_options=FAST)
-
-
-def attributes(op, index=0, k_ndim=1):
-    """The attributes of a case, with every format and output dtype in turn."""
-    attrs = dict(op.cases[index % len(op.cases)].attrs)
-    if "k_ndim" in attrs:
-        attrs["k_ndim"] = k_ndim
-    for key, values in {
-        "row_format": ("e4m3", "e5m2"),
-        "col_format": ("e5m2", "e4m3"),
-        "out_dtype": ("float32", "bfloat16", "float16"),
-    }.items():
-        if key in attrs:
-            attrs[key] = values[index % len(values)]
-    return attrs
-
-
-def groups(m, k, n=(7,)):
-    """Sizes of the groups that the ops use."""
-    return {"B": m, "D": m, "M": m, "K": k, "N": n}
 
 
 def agree(op, attrs, arrays, got):
@@ -249,12 +224,19 @@ def test_sharded(name, kind):
     assert found == ({"all-reduce": steps} if reduces else {})
 
 
-@pytest.mark.parametrize("kind", ["auto", "explicit"])
-@pytest.mark.parametrize("name", FULL)
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        (n, k)
+        for n, k in itertools.product(FULL, ("auto", "explicit"))
+        if (n[:4], k) != ("act_", "explicit")
+    ],
+)
 def test_empty_on_a_mesh(name, kind):
     """An operand without elements, cut along the dim of size 0.
 
     Only there: JAX cannot read an empty result of any program that is cut elsewhere.
+    Nor does it compile a shard_map, as of an Explicit mesh, of two empty operands only.
     """
     op, on = OPS[name], MESHES[kind]
     arrays, attrs, plan = _sharded(op, on, (("dp",), ()), empty=True)

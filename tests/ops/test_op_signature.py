@@ -77,7 +77,7 @@ def test_blocks_over_a_dim_and_the_group_behind_it():
          "op: n must be >= 0, got -1; it counts the dims of K.."),
         ("x: k, s: k/32 -> z: k", {}, ((40,), (1,)), {},
          "op: s must have k/32 = 2 (one per 32 of k = 40 of x), got 1 in shape (1,)"),
-        ("x: M.. A K.., s: A+K../32 -> z: M..", {"K": "n"}, ((3, 2, 40), (2,)), {"n": 1},
+        ("x: M.. A K.., s: A+K../32 -> z:", {"K": "n"}, ((3, 2, 40), (2,)), {"n": 1},
          "op: s must have A+K../32 = 3 (one per 32 of K = (2, 40) of x), got 2"),
         ("s: M../32, x: M.. k -> z: k", {}, ((2,), (2, 16, 3)), {},
          "op: s must have M../32 = 1 (one per 32 of M = (2, 16) of x), got 2"),
