@@ -206,7 +206,7 @@ def test_the_mean_of_many_draws_is_the_array():
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 @each
 def test_on_a_mesh(name, kind):
-    """The first layer's copies are equal bit for bit, the products within the bound."""
+    """The codes do not depend on the mesh, so the gradients differ by sums alone."""
     recipe = RECIPES[name]
     x, kernel, dy = operands((8, 256), (128,), (256,))
     f = lambda x, kernel, dy: jax.vjp(dense(recipe), x, kernel)[1](dy)
