@@ -145,7 +145,7 @@ def _block_op(*copies: str, two_dimensional: bool = False, noop: bool) -> Kernel
         attrs={"power_of_2": True, "epsilon": 0.0},
         scale_dtype=jnp.float32,
         dtypes={"x": FLOATS},
-        handler=None,
+        handler="quantize_block",
         handler_attrs={"two_dimensional": two_dimensional},
     )
 

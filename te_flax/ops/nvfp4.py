@@ -54,7 +54,7 @@ def _quantize_blocks(
     a = _bits.magnitude(blocks)
     find = functools.partial(jnp.max, axis=(1, 3), keepdims=True, initial=0)
     scales = _block_scales(find(a), find(jnp.where(a < _bits.INF, a, 0)), scale)
-    factor = jnp.take(jnp.array(_RECIPROCALS), scales)
+    factor = jnp.array(_RECIPROCALS).at[scales].get(mode="promise_in_bounds")
     values = (_bits.as_float(blocks) * scale * factor).reshape(padded.shape)
     values = values[: bits.shape[0], : bits.shape[1]]
     if random is None:

@@ -80,9 +80,12 @@ _RULES |= {
     for name, fn in {
         **{"add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide},
         **{"and": np.bitwise_and, "or": np.bitwise_or, "abs": np.abs},
+        **{"neg": np.negative},
         **{"min": np.minimum, "max": np.maximum},
         **{"lt": np.less, "le": np.less_equal, "gt": np.greater},
         **{"ge": np.greater_equal, "eq": np.equal, "ne": np.not_equal},
+        **{"shift_right_logical": np.right_shift, "floor": np.floor},
+        **{"gather": lambda table, at: table[at[..., 0]], "not": np.logical_not},
         **{"shift_left": np.left_shift, "shift_right_arithmetic": np.right_shift},
     }.items()
 }
