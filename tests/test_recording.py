@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -48,7 +49,7 @@ def _train(net, file, recipe=DELAYED, steps=5, grad=te.value_and_grad, **options
     return len(traces)
 
 
-def _read(file):
+def _read(file) -> list[dict[str, Any]]:
     text = file.read_text()
     if file.suffix == ".csv":
         return list(csv.DictReader(text.splitlines()))
