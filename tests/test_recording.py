@@ -153,6 +153,27 @@ def test_scan_remat_and_vmap(tmp_path):
     assert last == [2 * float(jnp.max(jnp.abs(X)))] * 3
 
 
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_shards_record_the_whole(recipe, check_vma):
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    net = Dense(16, 8, amax_history_len=4, rngs=nnx.Rngs(0))
+    start_recording(net.fp8)
+    graphdef, state = nnx.split(net)
+
+    def forward(state, x):
+        inner = nnx.merge(graphdef, state, copy=True)
+        inner(x)
+        return nnx.state(inner)
+
+    how = {"in_specs": (jax.P(), jax.P("d")), "out_specs": jax.P()}
+    run = jax.shard_map(forward, mesh=mesh, check_vma=check_vma, **how)
+    with te.autocast(RECIPES[recipe]):
+        got = jax.jit(run)(state, X)["fp8"]["record"][...]
+        net(X)
+    np.testing.assert_array_equal(got, net.fp8.record[...])
+
+
 def test_a_record_is_no_part_of_a_checkpoint(tmp_path):
     net = Net(nnx.Rngs(0))
     want = nnx.to_flat_state(nnx.state(net, te.checkpoint_filter))

@@ -73,13 +73,13 @@ def statistics(
     finite = bits < INF
     saturated = finite & (top > 0) & (as_float(bits) > top * half)
     flushed = finite & (bits >= MIN_NORMAL) & (top == 0)
-    size = jnp.float32(max(x.size, 1))
+    size, scale = jnp.float32(max(x.size, 1)), smallest_scale(tensor)
     if amax_axes:
-        size = lax.psum(size, amax_axes)
+        size, scale = lax.psum(size, amax_axes), lax.pmin(scale, amax_axes)
     share = lambda mask: _total(mask, amax_axes).astype(jnp.float32) / size
     return Statistics(
         amax,
-        smallest_scale(tensor),
+        scale,
         share(saturated),
         share(flushed),
         nonfinite.astype(jnp.float32),
