@@ -96,7 +96,7 @@ def convert(
     new: dict[int, nnx.Module] = {}
     for place in layers:
         action = actions.get(id(place.module), SKIP)
-        if action == SKIP or id(place.module) in new:
+        if isinstance(action, str) or id(place.module) in new:
             continue
         if isinstance(action, Fuse):
             norm = norms[id(place.module)]

@@ -78,14 +78,15 @@ def fusion_places(
 ) -> list[tuple[Place, Place]]:
     """The (norm, linear) places of a rule below those parents that hold both."""
     by_path = {_split(place.name): place for place in found}
-    pairs = (
-        tuple(
+    pairs = []
+    for parent in parents:
+        norm, linear = (
             by_path.get((*_split(parent.name), *_split(name)))
             for name in (rule.norm, rule.linear)
         )
-        for parent in parents
-    )
-    return [pair for pair in pairs if None not in pair]
+        if norm is not None and linear is not None:
+            pairs.append((norm, linear))
+    return pairs
 
 
 def fused_pair(
@@ -132,7 +133,7 @@ def norm_of(place: Place, modules: dict[tuple, Any]) -> Any:
     up = len(_split(rule.norm))
     target = (*map(str, place.path[:-up]), *_split(rule.linear))
     by_name = {tuple(map(str, path)): module for path, module in modules.items()}
-    layer = by_name.get(target)
+    layer: Any = by_name.get(target)
     if not hasattr(layer, "norm"):
         wanted = f"hold {rule.linear} beside {place.name}, fused by te.convert"
         remedy = "revert the whole model"

@@ -104,7 +104,7 @@ def inspect(model: Any) -> Inspection:
             bad = int(fp8.nonfinite[index])
             found = _operands(fp8, owner, recipe, index)
             rows += [
-                OperandRow(path, role, *map(float, numbers), bad)
+                OperandRow(path, role, *(float(n) for n in numbers), bad_pushes=bad)
                 for role, numbers in zip(ROLES, found, strict=True)
             ]
     return Inspection(tuple(rows))

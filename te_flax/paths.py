@@ -17,8 +17,8 @@ class Place(NamedTuple):
     """
 
     path: tuple[str | int, ...]
-    module: nnx.Pytree
-    ancestors: tuple[nnx.Pytree, ...]
+    module: Any  # its attributes are its class's, which callers know
+    ancestors: tuple[Any, ...]
 
     @property
     def name(self) -> str:

@@ -123,7 +123,7 @@ class Recorder:
 
     def _write(self) -> None:
         rows = [
-            (self._step, path, role, *map(_known, numbers))
+            (self._step, path, role, *(_known(float(n)) for n in numbers))
             for place, _ in self._states
             for path, role, numbers in _recorded(place)
         ]
@@ -139,7 +139,7 @@ class Recorder:
         self._file.flush()
 
 
-def _recorded(place: Place) -> Iterator[tuple[str, str, list[float]]]:
+def _recorded(place: Place) -> Iterator[tuple[str, str, Statistics]]:
     """Path, role and numbers of what a layer recorded; amax(dy) from its history."""
     fp8: Any = place.module
     values = np.asarray(fp8.record[...])
@@ -151,7 +151,7 @@ def _recorded(place: Place) -> Iterator[tuple[str, str, list[float]]]:
             if role == "dy" and not math.isnan(numbers.scale):
                 numbers = numbers._replace(amax=float(newest[index]))
             if not math.isnan(numbers.amax):
-                yield path, role, list(numbers)
+                yield path, role, numbers
 
 
 def _known(value: float) -> float | None:

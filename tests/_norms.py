@@ -9,6 +9,8 @@ import te_flax as te
 
 
 class _Norm(nnx.Module):
+    centred: bool
+
     def __init__(
         self,
         num_features: int,

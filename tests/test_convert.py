@@ -35,7 +35,9 @@ def test_without_a_recipe_outputs_are_equal_to_rounding(name):
     """Each of the two errs by at most the bound of one float32 product."""
     layer = LAYERS[name](nnx.Rngs(0))
     x = data(5, 3, 48, dtype=jnp.bfloat16 if name == "wide" else jnp.float32)
-    want, got = layer(x), te.convert(layer)(x)
+    converted = te.convert(layer)
+    assert type(converted) is te.DenseGeneral
+    want, got = layer(x), converted(x)
     assert (got.shape, got.dtype) == (want.shape, want.dtype)
     wide = lambda a: np.asarray(a).astype(np.float64)
     kernel = layer.kernel[...].astype(layer.dtype or layer.kernel.dtype)
@@ -173,7 +175,7 @@ def test_revert_restores_every_option(name):
 
 def test_revert_keeps_the_users_attributes_and_other_layers():
     plain = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
-    plain.tag = "mine"
+    setattr(plain, "tag", "mine")  # noqa: B010
     own = te.DenseGeneral(4, 4, rngs=nnx.Rngs(1))
     reverted = te.revert(te.convert(nnx.List([plain, own])))
     assert reverted[0].tag == "mine"
@@ -231,6 +233,18 @@ def test_stacked_layers_get_a_state_each():
             x = jnp.tanh(layer(x))
             assert (layer.fp8.x[...] == converted.fp8.x[i]).all()
     assert scanned(te.revert(converted), x).shape == (4, 16)
+
+
+def test_a_recurrent_cell_pushes_at_every_step():
+    plain, x = nnx.RNN(nnx.GRUCell(16, 16, rngs=nnx.Rngs(0))), data(2, 5, 16)
+    converted = te.convert(plain)
+    close_to(converted(x), np.asarray(plain(x), np.float64), 5 * 2 * 4 * 17 * 2.0**-24)
+    with te.autocast(te.DelayedScaling()):
+        te.grad(lambda net, x: net(x).sum())(converted, x)
+    for layer in (converted.cell.dense_h, converted.cell.dense_i):
+        pushed = layer.fp8.kernel[:8] > 0
+        assert pushed.tolist() == [True] * 5 + [False] * 3
+        assert layer.fp8.dy[0] > 0
 
 
 def test_histories_have_the_length_asked_for():

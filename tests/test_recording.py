@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -48,7 +49,7 @@ def _train(net, file, recipe=DELAYED, steps=5, grad=te.value_and_grad, **options
     return len(traces)
 
 
-def _read(file):
+def _read(file) -> list[dict[str, Any]]:
     text = file.read_text()
     if file.suffix == ".csv":
         return list(csv.DictReader(text.splitlines()))
@@ -150,6 +151,27 @@ def test_scan_remat_and_vmap(tmp_path):
     assert kernels == [float(jnp.max(jnp.abs(k))) for k in net.kernel[...]]
     last = [r["amax"] for r in rows if r["step"] == 1 and r["role"] == "x"]
     assert last == [2 * float(jnp.max(jnp.abs(X)))] * 3
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_shards_record_the_whole(recipe, check_vma):
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    net = Dense(16, 8, amax_history_len=4, rngs=nnx.Rngs(0))
+    start_recording(net.fp8)
+    graphdef, state = nnx.split(net)
+
+    def forward(state, x):
+        inner = nnx.merge(graphdef, state, copy=True)
+        inner(x)
+        return nnx.state(inner)
+
+    how = {"in_specs": (jax.P(), jax.P("d")), "out_specs": jax.P()}
+    run = jax.shard_map(forward, mesh=mesh, check_vma=check_vma, **how)
+    with te.autocast(RECIPES[recipe]):
+        got = jax.jit(run)(state, X)["fp8"]["record"][...]
+        net(X)
+    np.testing.assert_array_equal(got, net.fp8.record[...])
 
 
 def test_a_record_is_no_part_of_a_checkpoint(tmp_path):

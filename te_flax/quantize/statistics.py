@@ -42,13 +42,13 @@ class Statistics(NamedTuple):
 
 
 def statistics(
-    x: Array, tensor: ScaledTensor, amax_axes: tuple[str, ...] = ()
+    x: Array, tensor: ScaledTensor | None, amax_axes: tuple[str, ...] = ()
 ) -> Statistics:
     """Compares an array with its codes.
 
     Args:
         x: float32, bfloat16 or float16; elements below 2^-126 count as zero.
-        tensor: a copy of it that a quantizer made.
+        tensor: a copy of it that a quantizer made; None for none.
         amax_axes: manual mesh axes over which x is sharded.
 
     Returns:
@@ -66,29 +66,29 @@ def statistics(
     bits = magnitude(widen(x))
     amax = reduce_amax(AMAX(x)[0], amax_axes)[0]
     nonfinite = _total(bits >= INF, amax_axes)
-    if tensor.scaling == "none":
+    if tensor is None or tensor.scaling == "none":
         return Statistics(amax=amax, nonfinite=nonfinite.astype(jnp.float32))
     top = _top(tensor)
     half = jnp.float32(1 + _HALF_STEP[tensor.format or "e4m3"])
     finite = bits < INF
     saturated = finite & (top > 0) & (as_float(bits) > top * half)
     flushed = finite & (bits >= MIN_NORMAL) & (top == 0)
-    size = jnp.float32(max(x.size, 1))
+    size, scale = jnp.float32(max(x.size, 1)), smallest_scale(tensor)
     if amax_axes:
-        size = lax.psum(size, amax_axes)
+        size, scale = lax.psum(size, amax_axes), lax.pmin(scale, amax_axes)
     share = lambda mask: _total(mask, amax_axes).astype(jnp.float32) / size
     return Statistics(
         amax,
-        smallest_scale(tensor),
+        scale,
         share(saturated),
         share(flushed),
         nonfinite.astype(jnp.float32),
     )
 
 
-def smallest_scale(tensor: ScaledTensor) -> Array:
+def smallest_scale(tensor: ScaledTensor | None) -> Array:
     """The smallest factor by which a quantizer multiplied, float32 ``[]``."""
-    scale = tensor.scale
+    scale = None if tensor is None else tensor.scale
     if scale is None:
         return jnp.float32(jnp.nan)
     if scale.dtype == jnp.uint8:  # 2^(127 - e), written into a float's exponent

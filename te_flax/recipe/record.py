@@ -67,8 +67,7 @@ def record_operands(
     if x is not None:
         amax = None if amaxes is None else amaxes.x
         how = {"rowwise": True, "colwise": False, "amax": amax, "amax_axes": axes}
-        tensor = quantizers.x(x, k_ndim=k_ndim, **how).rowwise
-        rows[0] = statistics(x, tensor, axes)
+        rows[0] = statistics(x, quantizers.x(x, k_ndim=k_ndim, **how).rowwise, axes)
     if kernel is not None:
         amax = None if amaxes is None else amaxes.kernel
         rows[1] = kernel_statistics(recipe, kernel, k_ndim, amax, axes)
