@@ -25,7 +25,7 @@ from te_flax.quantize.gemm import gemm
 from te_flax.quantize.mailbox import MAILBOX_SIZE, encode
 from te_flax.quantize.quantizer import Quantized
 from te_flax.quantize.tensor import ScaledTensor
-from te_flax.typing import Array
+from te_flax.typing import Array, wider
 
 
 @jax.tree_util.register_static
@@ -237,7 +237,7 @@ def state_cotangent(config: DenseConfig, amax: Array | None, mail_type) -> GemmS
 
 def add(a: Array, b: Array) -> Array:
     """Adds two cotangents in the wider of their dtypes."""
-    dtype = jnp.promote_types(a.dtype, b.dtype)
+    dtype = wider(a.dtype, b.dtype)
     return a.astype(dtype) + b.astype(dtype)
 
 
