@@ -256,6 +256,13 @@ def type_of(x: Array | None) -> Any:
     return None if x is None else jax.typeof(x)
 
 
+def type_after(norm: NormConfig | None, x_type: Any) -> Any:
+    """The type of the norm's result, and so of its cotangent."""
+    if norm is None or norm.out_dtype is None:
+        return x_type
+    return x_type.update(dtype=jnp.dtype(norm.out_dtype))
+
+
 def wanted(aval) -> PartitionSpec | None:
     """The sharding that a gradient should arrive in, where the type says it."""
     spec = aval.sharding.spec
