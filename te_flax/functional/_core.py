@@ -26,7 +26,7 @@ from te_flax.quantize.gemm import gemm
 from te_flax.quantize.mailbox import MAILBOX_SIZE, encode
 from te_flax.quantize.quantizer import Quantized
 from te_flax.quantize.tensor import ScaledTensor
-from te_flax.typing import Array
+from te_flax.typing import Array, wider
 
 
 @jax.tree_util.register_static
@@ -246,7 +246,7 @@ def state_cotangent(config: DenseConfig, amax: Array | None, mail_type) -> GemmS
 
 def add(a: Array, b: Array) -> Array:
     """Adds two cotangents in the wider of their dtypes."""
-    dtype = jnp.promote_types(a.dtype, b.dtype)
+    dtype = wider(a.dtype, b.dtype)
     return a.astype(dtype) + b.astype(dtype)
 
 
@@ -263,6 +263,13 @@ def array(x: Array | None) -> Any:
 def type_of(x: Array | None) -> Any:
     """The type that a cotangent of ``x`` must have; None stays None."""
     return None if x is None else jax.typeof(x)
+
+
+def type_after(norm: NormConfig | None, x_type: Any) -> Any:
+    """The type of the norm's result, and so of its cotangent."""
+    if norm is None or norm.out_dtype is None:
+        return x_type
+    return x_type.update(dtype=jnp.dtype(norm.out_dtype))
 
 
 def wanted(aval) -> PartitionSpec | None:

@@ -173,7 +173,12 @@ def _dense_bwd(static, res, cotangents):
         impl=config.impl,
     )
     dx, dkernel = _core.gradients(
-        config, saved, made.quantized, k_ndim, x_type, kernel_type
+        config,
+        saved,
+        made.quantized,
+        k_ndim,
+        _core.type_after(norm, x_type),
+        kernel_type,
     )
     dscale = dnorm_bias = None
     if norm is not None:

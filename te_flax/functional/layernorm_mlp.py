@@ -333,7 +333,8 @@ def _wi_gradients(config, saved, dh, x_type, p):
         impl=wi.impl,
         **config.activation.attrs,
     )
-    dx, dwi = _core.gradients(wi, saved.wi, made.quantized, 1, x_type, p.wi)
+    h_type = _core.type_after(config.norm, x_type)
+    dx, dwi = _core.gradients(wi, saved.wi, made.quantized, 1, h_type, p.wi)
     dlora = None
     if lora is not None:
         dx, dlora = _low_rank_gradients(config, saved.h1, lora, made.h, dx)

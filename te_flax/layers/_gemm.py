@@ -14,7 +14,7 @@ from te_flax.recipe.base import Recipe
 from te_flax.recipe.context import resolve
 from te_flax.recipe.record import record_operands
 from te_flax.sharding import Placement, placement
-from te_flax.typing import Array, Axes
+from te_flax.typing import Array, Axes, wider
 
 
 def lora(layer: Any) -> Lora | None:
@@ -96,7 +96,7 @@ def apply(
     low = lora(layer)
     if norm is None:
         # A cast that only widens is exact: quantize the narrow array.
-        narrow = recipe and jnp.promote_types(x.dtype, px.dtype) == px.dtype
+        narrow = recipe and wider(x.dtype, px.dtype) == px.dtype
         y, measured = dense(
             x if narrow else px,
             kernel if recipe else pkernel,

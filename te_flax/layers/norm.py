@@ -139,7 +139,9 @@ class LayerNorm(nnx.Module):
         _arguments.check_last(where, x, self.num_features, "num_features")
         x = sharding.constrain(x, self._input_axes(x.ndim))
         scale, bias = self.parameters()
-        px, *_ = self.promote_dtype((x, scale, bias), dtype=self.dtype)
+        # Only what the layer holds takes part: without parameters x keeps its dtype.
+        own = [None if p is None else p[...] for p in (self.scale, self.bias)]
+        px, *_ = self.promote_dtype((x, *own), dtype=self.dtype)
         return norm(x, scale, bias, config=self.config(px.dtype.name))
 
     def config(self, out_dtype: str) -> NormConfig:

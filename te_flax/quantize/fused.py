@@ -11,7 +11,7 @@ from te_flax.quantize.mailbox import reduce_amax
 from te_flax.quantize.mxfp8 import MXFP8Quantizer
 from te_flax.quantize.per_tensor import TensorQuantizer
 from te_flax.quantize.quantizer import Quantized, Quantizer
-from te_flax.typing import Array
+from te_flax.typing import Array, wider
 
 
 class Produced(NamedTuple):
@@ -183,5 +183,5 @@ def quantize_dbias(
 
 def token_sum(x: Array, k_ndim: int) -> Array:
     """Sums over the leading dims, in float32 at least."""
-    wide = jnp.promote_types(x.dtype, jnp.float32)
+    wide = wider(x.dtype, jnp.float32)
     return jnp.sum(x.astype(wide), tuple(range(x.ndim - k_ndim)))

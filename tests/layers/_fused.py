@@ -1,0 +1,123 @@
+"""What the tests of the fused layers share: steps, and comparisons with float64."""
+
+import contextlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from _dense import RECIPES
+from flax import nnx
+
+import te_flax as te
+from te_flax.testing.formats import Rule
+
+NORMS = {
+    "layernorm": {"layernorm_type": "layernorm"},
+    "layernorm1p": {"layernorm_type": "layernorm", "zero_centered_gamma": True},
+    "rmsnorm": {"layernorm_type": "rmsnorm"},
+    "rmsnorm1p": {"layernorm_type": "rmsnorm", "zero_centered_gamma": True},
+}
+
+
+@contextlib.contextmanager
+def context(recipe):
+    """Under a recipe or none, with the promotion that users have by default."""
+    chosen = RECIPES[recipe] if recipe else te.HIGH_PRECISION
+    with te.autocast(chosen), jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def options(norm):
+    """Constructor arguments with no parameter at a special value."""
+    centre = 0.0 if norm.endswith("1p") else 1.0
+    draw = nnx.initializers.normal(0.3)
+    return NORMS[norm] | {
+        "scale_init": lambda *a: centre + draw(*a),
+        "ln_bias_init": nnx.initializers.normal(0.3),
+        "bias_init": nnx.initializers.normal(0.3),
+    }
+
+
+@nnx.jit
+def step(layer, x, dy):
+    """y, dx and the gradients of one training step."""
+
+    def loss(layer, x):
+        y = layer(x)
+        return jnp.sum(y.astype(jnp.float32) * dy.astype(jnp.float32)), y
+
+    (grads, dx), y = te.grad(loss, argnums=(0, 1), has_aux=True)(layer, x)
+    return y, dx, grads
+
+
+def train(layer, x, dy, recipe):
+    """The results of one step; delayed scaling first fills its histories."""
+    with context(recipe):
+        if recipe == "delayed_scaling":
+            step(layer, x, dy)
+        rule = rules(layer, recipe)
+        return *step(layer, x, dy), rule
+
+
+def gemms(layer):
+    return [layer.wi, layer.wo] if isinstance(layer, te.LayerNormMLP) else [layer]
+
+
+def rules(layer, recipe):
+    """How the recipe quantizes each GEMM, with the amaxes that the layer holds."""
+    if recipe is None:
+        return [Rule()] * len(gemms(layer))
+    chosen, amaxes = RECIPES[recipe], (None,) * 3
+    found = []
+    for gemm in gemms(layer):
+        if isinstance(chosen, te.DelayedScaling):
+            names = ("x", "kernel", "dy")
+            amaxes = tuple(float(gemm.fp8.amax(name, chosen)) for name in names)
+        found.append(Rule(chosen.quantizers(), amaxes))
+    return found
+
+
+def noisy(rules, louder=1.0):
+    """The same rules with noise in place of the codes."""
+    rng = np.random.default_rng(0) if rules[0].quantizers else None
+    return [rule._replace(noise=rng, louder=louder) for rule in rules]
+
+
+def flat(x):
+    """Float64 [tokens, features]."""
+    return np.asarray(x).astype(np.float64).reshape(-1, x.shape[-1])
+
+
+def wide(state, **names):
+    """Parameters in float64, flattened to matrices and vectors."""
+    found = {}
+    for name, path in names.items():
+        variable = state
+        for key in path.split("."):
+            variable = variable.get(key) if variable is not None else None
+        if variable is not None:
+            found[name] = np.asarray(variable[...]).astype(np.float64)
+    return found
+
+
+def check(got, balls, exact, rough, where=""):
+    """Holds every tensor to its ball, and to the error of the format.
+
+    Args:
+        got: results by name.
+        balls: of the chain that follows the codes.
+        exact: balls of the chain without quantization.
+        rough: the chain with noise of the format's size, None without a recipe.
+        where: added to messages.
+    """
+    for name, value in got.items():
+        ball = balls[name]
+        found = np.asarray(value).astype(np.float64).reshape(ball.value.shape)
+        worst = np.max(np.abs(found - ball.value) - ball.radius)
+        assert worst <= 0, (where, name, worst, np.abs(ball.value).max())
+        if rough is None:
+            continue
+        error = np.linalg.norm(found - exact[name].value)
+        limit = np.linalg.norm(rough[name].value - exact[name].value)
+        limit += np.linalg.norm(exact[name].radius)
+        assert error <= limit, (where, name, error, limit)

@@ -1,0 +1,198 @@
+"""LayerNormMLP against float64 under every recipe, and against nnx without one."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from _dense import RECIPES, data
+from _fused import NORMS, check, context, flat, noisy, options, rules, step, train, wide
+from flax import nnx
+
+import te_flax as te
+from te_flax.testing import chain
+from te_flax.testing.numerics import sharded_bound
+
+PLAIN = ("gelu", "gelu_exact", "quick_gelu", "silu", "relu", "squared_relu")
+ACTIVATIONS = (
+    *((name,) for name in PLAIN),
+    *((name, "linear") for name in PLAIN),
+    ("linear", "linear"),
+    ("clamped_silu", "clamped_linear"),
+)
+SHAPES = {
+    "64x128x128": ((4, 16), 128, 128, 128),
+    "2x33x192x320": ((2, 33), 192, 320, 192),
+    "48x1056x1024": ((48,), 1056, 1024, 1056),
+}
+NAMES = {
+    "scale": "norm.scale",
+    "norm_bias": "norm.bias",
+    "wi": "wi.kernel",
+    "wi_bias": "wi.bias",
+    "wo": "wo.kernel",
+    "wo_bias": "wo.bias",
+}
+PARAMS = {"limit": 1.5, "alpha": 1.3, "offset": 0.75}  # the clamps do clamp
+
+
+def cases():
+    """Every activation under every recipe; with the rest every pair occurs."""
+    found = []
+    for (i, names), (j, recipe) in itertools.product(
+        enumerate(ACTIVATIONS), enumerate((None, *RECIPES))
+    ):
+        norm = tuple(NORMS)[(i + j) % 4]
+        bias = bool((i // 2 + j) % 2)
+        shape = tuple(SHAPES)[(i // 4 + j // 2 + i) % 2]
+        narrow = recipe and (i % 3 == 0) ^ (j % 2 == 0) ^ (i % 2 == 0)
+        dtype = jnp.bfloat16 if narrow else jnp.float32
+        found.append((recipe, norm, names, bias, shape, dtype))
+    large, narrow = "48x1056x1024", jnp.bfloat16
+    return [
+        *found,
+        ("delayed_scaling", "layernorm", ("gelu",), True, large, jnp.float32),
+        ("current_scaling", "rmsnorm", ("silu", "linear"), True, large, narrow),
+        ("mxfp8", "layernorm1p", ("relu",), True, large, jnp.float32),
+        (None, "layernorm", ("gelu",), True, "64x128x128", narrow),
+        (None, "rmsnorm", ("silu", "linear"), False, "2x33x192x320", narrow),
+    ]
+
+
+def test_the_cases_hold_every_pair():
+    for i, j in itertools.combinations(range(6), 2):
+        levels = [{case[k] for case in cases()} for k in (i, j)]
+        levels = [v - {"48x1056x1024"} for v in levels]
+        pairs = {(case[i], case[j]) for case in cases()}
+        assert pairs >= set(itertools.product(*levels)), (i, j)
+
+
+def make(norm, names, bias, shape, dtype):
+    batch, n_in, mid, out = SHAPES[shape]
+    layer = te.LayerNormMLP(
+        n_in,
+        mid,
+        out_features=out,
+        activations=names,
+        activation_params=PARAMS,
+        use_bias=bias,
+        dtype=dtype,
+        rngs=nnx.Rngs(0),
+        **options(norm),
+    )
+    return layer, data((*batch, n_in), 0, dtype), data((*batch, out), 1, dtype)
+
+
+def operands(layer, dtype, recipe):
+    """The parameters as the passes read them."""
+    found = wide(nnx.state(layer, nnx.Param), **NAMES)
+    for name in found:
+        kernel = name in ("wi", "wo")
+        if name in ("wi_bias", "wo_bias") or (kernel and recipe is None):
+            found[name] = found[name].astype(dtype).astype(np.float64)
+        found[name] = found[name].reshape(-1 if not kernel else (len(found[name]), -1))
+    return found
+
+
+def gradients(balls, dtype, recipe):
+    """Gradients of what was cast to dtype were rounded to it on their way back."""
+    cast = ("wi_bias", "wo_bias", *(("wi", "wo") if recipe is None else ()))
+    return balls | {n: balls[n].rounded(dtype) for n in cast if n in balls}
+
+
+@pytest.mark.parametrize(("recipe", "norm", "names", "bias", "shape", "dtype"), cases())
+def test_both_passes_against_float64(recipe, norm, names, bias, shape, dtype):
+    layer, x, dy = make(norm, names, bias, shape, dtype)
+    y, dx, grads, rule = train(layer, x, dy, recipe)
+    run = functools.partial(
+        chain.layernorm_mlp,
+        flat(x),
+        operands(layer, dtype, recipe),
+        flat(dy),
+        kind=NORMS[norm]["layernorm_type"],
+        zero_centered_gamma=norm.endswith("1p"),
+        activations=names,
+        activation_params=tuple(PARAMS.values()),
+        dtype=dtype,
+    )
+    balls, exact, rough = (
+        gradients(run(rules=r), dtype, recipe)
+        for r in (rule, rules(layer, None), noisy(rule, louder(names)))
+    )
+    got = {"y": y, "dx": dx} | wide(grads, **NAMES)
+    check(got, balls, exact, rough if recipe else None)
+    if recipe is None and dtype == jnp.float32:
+        against_nnx(layer, x, dy, got, balls)
+
+
+def louder(names):
+    jumps = {"relu", "clamped_silu", "clamped_linear"} & set(names)
+    return 3**0.5 if jumps else 1.0
+
+
+def against_nnx(layer, x, dy, got, balls):
+    """Both stay in the ball, so they differ by at most its width."""
+    theirs = Composition(layer)
+    with context(None):
+        y, dx, grads = step(theirs, x, dy)
+    want = {"y": y, "dx": dx} | wide(grads, **NAMES)
+    assert set(want) == set(got)
+    for name, value in want.items():
+        a, b = (np.asarray(v).astype(np.float64) for v in (got[name], value))
+        limit = sharded_bound(balls[name].radius).reshape(a.shape)
+        # gelu and gelu_exact of jax.nn: 8 2^-24 |x| more, before the output's rounding.
+        size = 8 * 2.0**-24 * np.abs(b).max() * 8
+        worst = np.max(np.abs(a - b) - limit - size)
+        assert worst <= 0, (name, worst)
+
+
+JAX = {
+    "gelu": functools.partial(jax.nn.gelu, approximate=True),
+    "gelu_exact": functools.partial(jax.nn.gelu, approximate=False),
+    "quick_gelu": lambda x: x * jax.nn.sigmoid(jnp.asarray(1.702, x.dtype) * x),
+    "silu": jax.nn.silu,
+    "relu": jax.nn.relu,
+    "squared_relu": lambda x: jnp.square(jax.nn.relu(x)),
+    "linear": lambda x: x,
+    "clamped_silu": lambda x: (
+        jnp.minimum(x, 1.5) * jax.nn.sigmoid(1.3 * jnp.minimum(x, 1.5))
+    ),
+    "clamped_linear": lambda x: jnp.clip(x, -1.5, 1.5) + 0.75,
+}
+
+
+class Composition(nnx.Module):
+    """The same block out of flax.nnx's layers and jax.nn."""
+
+    def __init__(self, ours):
+        rngs, dtype = nnx.Rngs(0), ours.wi.dtype
+        n = ours.in_features
+        cls = nnx.RMSNorm if ours.norm.kind == "rmsnorm" else nnx.LayerNorm
+        self.norm = cls(n, dtype=dtype, use_fast_variance=False, rngs=rngs)
+        scale = ours.norm.scale[...]
+        self.norm.scale[...] = scale + float(ours.norm.zero_centered_gamma)
+        if ours.norm.kind == "layernorm":
+            self.norm.bias[...] = ours.norm.bias[...]
+        for name in ("wi", "wo"):
+            source = getattr(ours, name)
+            made = nnx.LinearGeneral(
+                source.in_features,
+                source.out_features,
+                use_bias=source.use_bias,
+                dtype=dtype,
+                rngs=rngs,
+            )
+            made.kernel[...] = source.kernel[...]
+            if source.use_bias:
+                made.bias[...] = source.bias[...]
+            setattr(self, name, made)
+        self.activations = ours.activations
+
+    def __call__(self, x):
+        z = self.wi(self.norm(x))
+        if len(self.activations) == 1:
+            return self.wo(JAX[self.activations[0]](z))
+        gate, linear = (JAX[f](z[..., i, :]) for i, f in enumerate(self.activations))
+        return self.wo(gate * linear)
