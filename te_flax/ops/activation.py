@@ -14,7 +14,7 @@ from jax import lax
 
 from te_flax.errors import message
 from te_flax.ops._fused import Family, variants
-from te_flax.typing import FLOATS, Array
+from te_flax.typing import FLOATS, Array, wider
 
 _GELU = 2 * math.sqrt(2 / math.pi)
 _CUBIC = 0.044715
@@ -138,7 +138,7 @@ def _check(where: str, x: Array, activation: str, k_ndim: int) -> tuple[str, ...
 
 def _slices(x: Array, names: tuple[str, ...], k_ndim: int, params: tuple):
     """Value and slope of each activated slice, float32."""
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    wide = x.astype(wider(x.dtype, jnp.float32))
     axis = x.ndim - k_ndim - 1
     parts = [lax.index_in_dim(wide, i, axis, keepdims=False) for i in range(len(names))]
     return [_FUNCTIONS[n](p, *params) for n, p in zip(names, parts, strict=True)]
@@ -172,7 +172,7 @@ def _backward(
     """Computes dx0 = dy f'(x0) g(x1), dx1 = dy f(x0) g'(x1)."""
     names = _check("act_bwd", x, activation, k_ndim)
     parts = _slices(x, names, k_ndim, (limit, alpha, offset))
-    dh = dy.astype(jnp.promote_types(dy.dtype, jnp.float32))
+    dh = dy.astype(wider(dy.dtype, jnp.float32))
     if len(parts) == 1:
         found = [dh * parts[0][1]]
     else:

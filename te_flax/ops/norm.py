@@ -10,14 +10,14 @@ from jax import lax
 from te_flax.errors import message
 from te_flax.ops import _bits
 from te_flax.ops._fused import Family, variants
-from te_flax.typing import FLOATS, Array
+from te_flax.typing import FLOATS, Array, wider
 
 KINDS = ("layernorm", "rmsnorm")
 
 
 def _flat(x: Array, k_ndim: int) -> Array:
     """[M.., K] in float32 (float64 stays) with K flattened."""
-    split, wide = x.ndim - k_ndim, jnp.promote_types(x.dtype, jnp.float32)
+    split, wide = x.ndim - k_ndim, wider(x.dtype, jnp.float32)
     return x.astype(wide).reshape(*x.shape[:split], math.prod(x.shape[split:]))
 
 
@@ -35,7 +35,7 @@ def _sum(x: Array) -> Array:
 
 
 def _scale(gamma: Array, zero_centered_gamma: bool) -> Array:
-    wide = gamma.astype(jnp.promote_types(gamma.dtype, jnp.float32)).reshape(-1)
+    wide = gamma.astype(wider(gamma.dtype, jnp.float32)).reshape(-1)
     return wide + 1 if zero_centered_gamma else wide
 
 
