@@ -36,6 +36,20 @@ struct TensorTile {
   int64_t col_stride;
 };
 
+// Runs of contiguous elements, each with a scale of its own, a positive normal number.
+constexpr int kLongestRun = 128;
+struct Runs {
+  Float dtype;
+  Format format;
+  const void* x;
+  int64_t x_stride;  // elements between the starts of two runs
+  int64_t count;
+  int64_t n;  // elements of a run, at most kLongestRun
+  const float* scales;
+  uint8_t* codes;
+  int64_t code_stride;
+};
+
 constexpr int kMxBlock = 32;
 // The widest piece that the MXFP8 kernels take: their scales live on the stack.
 constexpr int kMxTileCols = 4096;
@@ -130,6 +144,7 @@ struct Kernels {
   // Each of them joins what it saw into *amax.
   void (*amax)(Float dtype, const void* x, int64_t n, Amax* amax);
   void (*quantize_tensor)(const TensorTile& tile, Amax* amax);
+  void (*quantize_runs)(const Runs& runs, Amax* amax);
   void (*quantize_mxfp8)(const Mxfp8Tile& tile, Amax* amax);
   // sums[c] = (x[0][c] + x[1][c]) + x[2][c] ..., in float32; 0 without rows, NaN is kQuietNan.
   void (*sum_rows)(Float dtype, const void* x, int64_t x_stride, int64_t rows, int64_t cols,

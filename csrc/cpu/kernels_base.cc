@@ -114,6 +114,13 @@ void BaseQuantizeTensor(const TensorTile& t, Amax* amax) {
   }
 }
 
+void BaseQuantizeRuns(const Runs& runs, Amax* amax) {
+  for (int64_t r = 0; r < runs.count; ++r) {
+    ScalarQuantize(runs.dtype, runs.format, At(runs.dtype, runs.x, r * runs.x_stride), runs.n,
+                   runs.scales[r], runs.codes + r * runs.code_stride, amax);
+  }
+}
+
 void BaseQuantizeMxfp8(const Mxfp8Tile& t, Amax* amax) {
   for (int64_t r = 0; r < t.rows; ++r) {
     ScalarAmax(t.dtype, At(t.dtype, t.x, r * t.x_stride), t.cols, amax);
@@ -174,7 +181,8 @@ void ScalarMxfp8Block(Float dtype, Format format, const void* x, int64_t x_strid
   Dispatch<Block>(dtype, format, x, x_stride, code_stride, n, e8m0, codes);
 }
 
-const Kernels kBaseKernels = {"base",      ScalarAmax, BaseQuantizeTensor, BaseQuantizeMxfp8,
-                              BaseSumRows, Activate,   kNormKernels};
+const Kernels kBaseKernels = {"base",           ScalarAmax,        BaseQuantizeTensor,
+                              BaseQuantizeRuns, BaseQuantizeMxfp8, BaseSumRows,
+                              Activate,         kNormKernels};
 
 }  // namespace te_flax::cpu

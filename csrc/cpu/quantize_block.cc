@@ -1,7 +1,7 @@
 // FFI handler of float32 block scaling: 1 x 128 blocks of each copy, or 128 x 128 shared by both.
 //
-// It needs no kernels of its own: a block is found and coded by those of tensor scaling, with a
-// scale of its own.
+// A block's amax is found by the kernel of the amax op; its codes are those of tensor scaling with
+// its scale.
 #include "cpu/kernels.h"
 #include "cpu/operands.h"
 #include "cpu/parallel.h"
@@ -35,8 +35,8 @@ Scale ScaleOf(uint32_t amax, Format format, const Options& options) {
   const bool e4m3 = format == Format::kE4M3;
   if (options.power_of_2) {
     // The maxima are 1.75 * 2^n: above that significand the quotient's exponent is one less.
-    const int32_t n = e4m3 ? FormatFacts<Format::kE4M3>::kMaxExponent
-                           : FormatFacts<Format::kE5M2>::kMaxExponent;
+    const int32_t n =
+        e4m3 ? FormatFacts<Format::kE4M3>::kMaxExponent : FormatFacts<Format::kE5M2>::kMaxExponent;
     const int32_t e = n + 254 - static_cast<int32_t>((a + kRoundUp) >> 23);
     const uint32_t held = static_cast<uint32_t>(std::min(std::max(e, 1), 253));
     return {BitCast<float>(held << 23), BitCast<float>((254 - held) << 23)};
@@ -53,6 +53,8 @@ struct Copy {
   float* scale_inv = nullptr;
 };
 
+static_assert(kTileCols / kBlock <= kStrip && kBlock <= kLongestRun, "runs of a kernel call");
+
 struct Call {
   const Kernels& kernels;
   Matrix x;
@@ -61,40 +63,37 @@ struct Call {
   Copy col;
 };
 
-TensorTile Piece(const Call& call, const void* x, int64_t stride, int64_t rows, int64_t cols) {
-  TensorTile tile = {};
-  tile.dtype = call.x.dtype;
-  tile.x = x;
-  tile.x_stride = stride;
-  tile.rows = rows;
-  tile.cols = cols;
-  return tile;
-}
-
-// One block of n contiguous elements.
-void QuantizeRun(const Call& call, const void* x, int64_t n, Format format, uint8_t* codes,
-                 float* scale_inv, Amax* amax) {
-  Amax found;
-  call.kernels.amax(call.x.dtype, x, n, &found);
-  const Scale scale = ScaleOf(found.finite, format, call.options);
-  *scale_inv = scale.inverse;
-  TensorTile tile = Piece(call, x, n, 1, n);
-  tile.scale = scale.scale;
-  tile.row_format = format;
-  tile.row = codes;
-  tile.row_stride = n;
-  call.kernels.quantize_tensor(tile, amax);
+// Equally long blocks of contiguous elements, at most kStrip of them.
+void QuantizeBlocks(const Call& call, const Copy& copy, Runs runs, float* scale_inv,
+                    int64_t scale_stride, Amax* amax) {
+  float scales[kStrip];
+  const char* x = static_cast<const char*>(runs.x);
+  for (int64_t i = 0; i < runs.count; ++i) {
+    Amax found;
+    call.kernels.amax(runs.dtype, x + i * runs.x_stride * call.x.Bytes(), runs.n, &found);
+    const Scale scale = ScaleOf(found.finite, copy.format, call.options);
+    scales[i] = scale.scale;
+    scale_inv[i * scale_stride] = scale.inverse;
+  }
+  runs.scales = scales;
+  call.kernels.quantize_runs(runs, amax);
 }
 
 void QuantizeRows(const Call& call, int64_t row, int64_t col, int64_t rows, int64_t cols,
                   Amax* amax) {
-  const int64_t blocks = CeilDiv(call.x.cols, kBlock);
+  const Copy& copy = call.row;
+  const int64_t across = CeilDiv(call.x.cols, kBlock);
+  const int64_t whole = cols / kBlock;
+  const int64_t rest = cols % kBlock;
+  const auto blocks = [&](int64_t r, int64_t c, int64_t count, int64_t n) {
+    const Runs runs = {call.x.dtype, copy.format, call.x.At(r, c), kBlock,
+                       count,        n,           nullptr,         copy.codes + r * call.x.cols + c,
+                       kBlock};
+    QuantizeBlocks(call, copy, runs, copy.scale_inv + r * across + c / kBlock, 1, amax);
+  };
   for (int64_t r = row; r < row + rows; ++r) {
-    for (int64_t c = col; c < col + cols; c += kBlock) {
-      QuantizeRun(call, call.x.At(r, c), std::min(kBlock, col + cols - c), call.row.format,
-                  call.row.codes + r * call.x.cols + c,
-                  call.row.scale_inv + r * blocks + c / kBlock, amax);
-    }
+    if (whole > 0) blocks(r, col, whole, kBlock);
+    if (rest > 0) blocks(r, col + whole * kBlock, 1, rest);
   }
 }
 
@@ -109,6 +108,7 @@ void Transpose(const Matrix& x, int64_t row, int64_t col, int64_t rows, int64_t 
 // The blocks of `rows` tokens below each other, at most 128, become the rows of a small matrix.
 void QuantizeCols(const Call& call, int64_t row, int64_t col, int64_t rows, int64_t cols,
                   Amax* amax) {
+  const Copy& copy = call.col;
   alignas(64) char strip[kStrip * kBlock * sizeof(uint32_t)];
   const int64_t blocks = CeilDiv(call.x.rows, kBlock);
   for (int64_t c = col; c < col + cols; c += kStrip) {
@@ -118,11 +118,16 @@ void QuantizeCols(const Call& call, int64_t row, int64_t col, int64_t rows, int6
     } else {
       Transpose(call.x, row, c, rows, n, reinterpret_cast<uint16_t*>(strip));
     }
-    for (int64_t i = 0; i < n; ++i) {
-      QuantizeRun(call, strip + i * kBlock * call.x.Bytes(), rows, call.col.format,
-                  call.col.codes + (c + i) * call.x.rows + row,
-                  call.col.scale_inv + (c + i) * blocks + row / kBlock, amax);
-    }
+    const Runs runs = {call.x.dtype,
+                       copy.format,
+                       strip,
+                       kBlock,
+                       n,
+                       rows,
+                       nullptr,
+                       copy.codes + c * call.x.rows + row,
+                       call.x.rows};
+    QuantizeBlocks(call, copy, runs, copy.scale_inv + c * blocks + row / kBlock, blocks, amax);
   }
 }
 
@@ -138,7 +143,12 @@ void QuantizeSquares(const Call& call, int64_t row, int64_t col, int64_t rows, i
     }
     const Scale scale = ScaleOf(found.finite, format, call.options);
     call.row.scale_inv[row / kBlock * blocks + c / kBlock] = scale.inverse;
-    TensorTile tile = Piece(call, call.x.At(row, c), call.x.cols, rows, n);
+    TensorTile tile = {};
+    tile.dtype = call.x.dtype;
+    tile.x = call.x.At(row, c);
+    tile.x_stride = call.x.cols;
+    tile.rows = rows;
+    tile.cols = n;
     tile.scale = scale.scale;
     tile.row_format = tile.col_format = format;
     tile.row_stride = call.x.cols;
@@ -154,21 +164,23 @@ Amax QuantizeAll(ffi::ThreadPool& pool, const Call& call, bool two_dimensional) 
   const int64_t across = CeilDiv(x.cols, kTileCols);
   const int64_t down = CeilDiv(x.rows, kBlock);
   const int64_t piece = std::min(kBlock, x.rows) * std::min(kTileCols, x.cols);
-  return ParallelAmax(
-      pool, Cut(pool, across * down, piece), [&](int64_t begin, int64_t end, Amax* amax) {
-        for (int64_t i = begin; i < end; ++i) {
-          const int64_t row = i / across * kBlock;
-          const int64_t col = i % across * kTileCols;
-          const int64_t rows = std::min(kBlock, x.rows - row);
-          const int64_t cols = std::min(kTileCols, x.cols - col);
-          if (two_dimensional) {
-            QuantizeSquares(call, row, col, rows, cols, amax);
-            continue;
-          }
-          if (call.row.codes != nullptr) QuantizeRows(call, row, col, rows, cols, amax);
-          if (call.col.codes != nullptr) QuantizeCols(call, row, col, rows, cols, amax);
-        }
-      });
+  return ParallelAmax(pool, Cut(pool, across * down, piece),
+                      [&](int64_t begin, int64_t end, Amax* amax) {
+                        for (int64_t i = begin; i < end; ++i) {
+                          const int64_t row = i / across * kBlock;
+                          const int64_t col = i % across * kTileCols;
+                          const int64_t rows = std::min(kBlock, x.rows - row);
+                          const int64_t cols = std::min(kTileCols, x.cols - col);
+                          if (two_dimensional) {
+                            QuantizeSquares(call, row, col, rows, cols, amax);
+                            continue;
+                          }
+                          if (call.row.codes != nullptr)
+                            QuantizeRows(call, row, col, rows, cols, amax);
+                          if (call.col.codes != nullptr)
+                            QuantizeCols(call, row, col, rows, cols, amax);
+                        }
+                      });
 }
 
 ffi::Error ReadCodes(const ffi::AnyBuffer& codes, const Matrix& x, Copy* copy) {

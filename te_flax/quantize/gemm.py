@@ -96,8 +96,8 @@ def gemm(
         rhs.data,
         orientation=orientation,
         scaling=scaling,
-        lhs_scale_inv=lhs.scale,
-        rhs_scale_inv=_laid_like_data(rhs),
+        lhs_scale_inv=lhs.scale_like_data,
+        rhs_scale_inv=rhs.scale_like_data,
         lhs_global_scale=lhs.global_scale,
         rhs_global_scale=rhs.global_scale,
         bias=bias,
@@ -138,13 +138,6 @@ def _check_packed(lhs: ScaledTensor, rhs: ScaledTensor, summed) -> None:
         rule = f"have hadamard={lhs.hadamard} like lhs"
         remedy = "transform both operands, or none"
         raise ValueError(message("gemm", "rhs", rule, rhs.hadamard, remedy))
-
-
-def _laid_like_data(tensor: ScaledTensor) -> Array | None:
-    """The scales in the order of ``data``: both copies share those of 2-D blocks."""
-    if tensor.scale is None or not (tensor.transposed and tensor.scaling in _TWO_D):
-        return tensor.scale
-    return tensor.scale.T
 
 
 def _pair(

@@ -101,6 +101,12 @@ class ScaledTensor:
         return self.scale
 
     @property
+    def scale_like_data(self) -> Array | None:
+        """``scale`` with its dims in the order of ``data``; 2-D blocks share one."""
+        turned = self.transposed and self.scaling.endswith("_2d")
+        return self.scale.T if turned and self.scale is not None else self.scale
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the codes and the scales."""
         arrays = (self.data, self.scale, self.global_scale)
@@ -170,7 +176,7 @@ class ScaledTensor:
         op = DEQUANTIZE_BLOCK2D if two_d else DEQUANTIZE_BLOCK
         return op(
             self.data,
-            self.scale.T if two_d and self.transposed else self.scale,
+            self.scale_like_data,
             out_dtype=out_dtype,
             k_ndim=self.data.ndim - self.k_ndim if self.transposed else self.k_ndim,
             impl=impl,
@@ -181,7 +187,7 @@ class ScaledTensor:
         two_d = self.scaling == "nvfp4_2d"
         pairs = (DEQUANTIZE_NVFP4_2D if two_d else DEQUANTIZE_NVFP4)(
             self.data,
-            self.scale.T if two_d and self.transposed else self.scale,
+            self.scale_like_data,
             self.global_scale,
             out_dtype="float32" if self.hadamard else out_dtype,
             k_ndim=1,

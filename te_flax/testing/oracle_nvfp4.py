@@ -54,7 +54,7 @@ def _block_scale(block: np.ndarray, tensor_scale: float) -> int:
         return 0x7F
     if np.isinf(block).any():
         return 0x7E
-    factor = _float32(tensor_scale * np.float64(np.float32(1 / 6)))
+    factor = _float32(np.float64(tensor_scale) * np.float64(np.float32(1 / 6)))
     u = _float32(np.max(np.abs(block), initial=0.0) * factor)
     return int(_codes(u, "e4m3").view(np.uint8))
 
@@ -74,7 +74,7 @@ def _quantize(v, tensor_scale: float, block: tuple[int, int], random=None):
             s = float(scales[r, c : c + 1].view(_E4M3).astype(np.float64)[0])
             if math.isnan(s):
                 continue
-            inverse = _float32(1 / s) if s > 0 else 0.0
+            inverse = _float32(np.float64(1 / s)) if s > 0 else 0.0
             with np.errstate(invalid="ignore"):
                 t = _float32(v[at] * tensor_scale) * inverse
             t = np.copysign(np.where(np.isnan(t), 0.0, _float32(t)), v[at])

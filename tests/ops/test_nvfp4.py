@@ -86,6 +86,9 @@ def test_stochastic_codes_are_the_two_around_the_value():
     exact = np.isin(a, [0, 0.5, 1, 1.5, 2, 3, 4, 6])
     assert np.all((low == high) == exact)
     same_bits(np.asarray(up) >> 3, np.signbit(values).astype(np.uint8))
+    # No draw rounds up what is far below a step: flushed or not, 1e-40 is a zero.
+    tiny = jnp.array([1e-40, 2.0**-30], jnp.float32)
+    assert not fp4.encode_stochastic(tiny, jnp.zeros(2, jnp.uint32)).any()
 
 
 def test_stochastic_rounding_is_unbiased():

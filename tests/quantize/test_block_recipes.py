@@ -11,6 +11,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import te_flax as te
+from te_flax.ops.hadamard import HADAMARD
 from te_flax.testing import oracle, oracle_block, oracle_nvfp4
 from te_flax.testing.numerics import close_to, gemm_bound, sharded_bound
 from te_flax.testing.patterns import same_bits
@@ -133,6 +134,18 @@ def test_codes_and_scales_are_those_of_the_oracles():
         same_bits(tensor.data, want[0])
         same_bits(tensor.scale, want[1])
         same_bits(tensor.global_scale, inverse)
+
+
+def test_the_transformed_copy_has_a_scale_of_its_own():
+    x = data((50, 40))
+    pair = te.NVFP4Quantizer(hadamard=True)(x, k_ndim=1, **BOTH)
+    rotated = np.asarray(HADAMARD(x, k_ndim=1)[0])
+    scale, inverse = oracle_nvfp4.scale(oracle.amax(rotated)[0][0])
+    want = oracle_nvfp4.quantize_row(rotated, scale, k_ndim=2)
+    same_bits(pair.colwise.data, want[0])
+    same_bits(pair.colwise.scale, want[1])
+    same_bits(pair.colwise.global_scale, inverse)
+    assert pair.rowwise.global_scale != pair.colwise.global_scale
 
 
 def test_the_copies_of_2d_blocks_share_codes_and_scales():
