@@ -1,10 +1,14 @@
-// One lane of plain C++ for any processor, under the names that simd_activation.inc uses.
+// One lane of plain C++ for any processor, under the names of lanes_avx2.h.
 #ifndef TE_FLAX_CPU_LANES_BASE_H_
 #define TE_FLAX_CPU_LANES_BASE_H_
 
 #include <stdint.h>
 
 #include "cpu/scalar.h"
+
+// For simd_wide.inc, not always: sixteen lanes of one value each would take minutes to compile.
+#define TE_INLINE inline
+#define TE_INLINE_LAMBDA
 
 namespace te_flax::cpu {
 namespace {
@@ -39,6 +43,8 @@ inline I Sll(I v) {
 inline F LoadF(const float* p) { return *p; }
 inline void StoreF(float* p, F v) { *p = v; }
 inline F SelectLess(F a, F b, F x, F y) { return a < b ? x : y; }
+
+inline F FirstLanes(F v, int64_t n) { return n > 0 ? v : 0.0f; }
 
 inline uint32_t Rounded(F v) {
   const uint32_t bits = Element<Float::kF32>::Load(BitCast<uint32_t>(v));
