@@ -11,16 +11,18 @@ from flax import nnx
 from flax.nnx.nn import dtypes
 
 from te_flax.layers.dense_general import DenseGeneral
+from te_flax.layers.layer_norm_dense_general import LayerNormDenseGeneral
+from te_flax.layers.norm import LayerNorm, RMSNorm
 from te_flax.paths import places, variables
 from te_flax.recipe.base import Recipe
 from te_flax.recipe.state import Fp8State
 from te_flax.typing import FLOATS
 
-NORMS: dict[type, type] = {}
+NORMS: dict[type, type] = {nnx.LayerNorm: LayerNorm, nnx.RMSNorm: RMSNorm}
 """The norms of flax.nnx and the layers that replace them."""
 
-FUSED: list[type] = []
-"""The layer that replaces a norm and the linear layer behind it, once there is one."""
+FUSED = LayerNormDenseGeneral
+"""The layer that replaces a norm and the linear layer behind it."""
 
 # They pick the variables of the layer inside by name, "kernel": the amax history of
 # the kernel has this name too.
@@ -47,10 +49,12 @@ class Options:
     Attributes:
         recipe: the layer's ``recipe=``.
         amax_history_len: the layer's ``amax_history_len=``.
+        seed: of its "sr" stream; parameters are replaced afterwards.
     """
 
     recipe: Recipe | None = None
     amax_history_len: int | None = None
+    seed: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,8 +185,10 @@ def stacked_dims(layer: Any) -> tuple[int, ...]:
     return ()
 
 
-def _stack(layer: nnx.Module, dims: tuple[int, ...]) -> None:
-    """Gives each of the stacked layers its own FP8 state."""
+def _stack(layer: Any, dims: tuple[int, ...]) -> None:
+    """Gives each of the stacked layers its own FP8 state and random stream."""
+    if dims and hasattr(layer, "sr"):
+        layer.sr = layer.sr.split(dims)
     for place in places(layer) if dims else ():
         if isinstance(place.module, Fp8State):
             for variable in variables(place.module).values():
@@ -239,7 +245,7 @@ def dense_keywords(module: Any, options: Options) -> dict[str, Any]:
         "bias_init": _zeros,
         "recipe": options.recipe,
         "amax_history_len": options.amax_history_len,
-        "rngs": nnx.Rngs(0),
+        "rngs": nnx.Rngs(options.seed),
     }
 
 

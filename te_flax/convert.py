@@ -100,10 +100,10 @@ def convert(
             continue
         if isinstance(action, Fuse):
             norm = norms[id(place.module)]
-            options = Options(action.recipe, amax_history_len)
+            options = Options(action.recipe, amax_history_len, len(new))
             new |= fused_pair(place, norm, action, options, new.get(id(norm.module)))
         elif refusal(place.module, place.ancestors) is None:
-            options = Options(action, amax_history_len)
+            options = Options(action, amax_history_len, len(new))
             new[id(place.module)] = replacement(place.module, options)
     return _with(model, new)
 

@@ -114,7 +114,7 @@ def fused_pair(
         raise ValueError(message("convert", "te.Fuse", rule_, got, remedy))
     rms = isinstance(norm.module, nnx.RMSNorm)
     module: Any = linear.module
-    layer = FUSED[0](
+    layer = FUSED(
         module.in_features,
         module.out_features,
         layernorm_type="rmsnorm" if rms else "layernorm",
@@ -143,8 +143,6 @@ def norm_of(place: Place, modules: dict[tuple, Any]) -> Any:
 
 def _refuse(linear: Place, norm: Place) -> str | None:
     """Why a pair cannot be fused, or None."""
-    if not FUSED:
-        return "te_flax has no layer for the pair"
     for place, kinds in ((norm, _NORMS), (linear, _LINEARS)):
         if not isinstance(place.module, kinds):
             return f"{place.name} is a {class_name(type(place.module))}"

@@ -8,20 +8,10 @@ import pytest
 from flax import nnx
 
 import te_flax as te
-from te_flax import adapters
 from te_flax.testing.numerics import close_to
-from tests import _norms
 from tests._models import Block, at, data, model
 
 RULES = [("*", None), ("blocks/*", te.Fuse("norm", "wi"))]
-
-
-@pytest.fixture(autouse=True)
-def _layers(monkeypatch):
-    monkeypatch.setitem(adapters.NORMS, nnx.LayerNorm, _norms.LayerNorm)
-    monkeypatch.setitem(adapters.NORMS, nnx.RMSNorm, _norms.RMSNorm)
-    monkeypatch.setattr(adapters, "FUSED", [_norms.LayerNormDenseGeneral])
-    monkeypatch.setattr("te_flax.fusion.FUSED", [_norms.LayerNormDenseGeneral])
 
 
 NORMS = {
@@ -77,21 +67,11 @@ def test_norms_that_cannot_be_honoured(kind, reason):
     assert row.why.startswith(f"not converted: {reason}")
 
 
-def test_without_the_layers_norms_stay(monkeypatch):
-    monkeypatch.setattr(adapters, "NORMS", {})
-    norm = nnx.LayerNorm(16, rngs=nnx.Rngs(0))
-    assert type(te.convert(norm)) is nnx.LayerNorm
-    assert (
-        "has no layer for nnx.LayerNorm"
-        in te.report(norm, file=io.StringIO()).rows[0].why
-    )
-
-
 def test_a_pair_is_fused_with_the_same_variables():
     plain, x = model(), data(2, 8, 16)
     fused = te.convert(plain, RULES)
     block, layer = plain.blocks[0], fused.blocks[0].wi
-    assert type(layer) is _norms.LayerNormDenseGeneral
+    assert type(layer) is te.LayerNormDenseGeneral
     assert layer.norm.scale is block.norm.scale
     assert layer.norm.bias is block.norm.bias
     assert layer.norm.epsilon == block.norm.epsilon
@@ -128,7 +108,7 @@ def test_rms_norm_and_options():
     recipe = te.MXFP8BlockScaling()
     fused = te.convert(plain, [("", te.Fuse("norm", "wi", recipe))])
     assert fused["wi"].recipe == recipe
-    assert isinstance(fused["wi"].norm, _norms.RMSNorm)
+    assert isinstance(fused["wi"].norm, te.RMSNorm)
     x = data(2, 4)
     with te.autocast(enabled=False):
         _close(fused["wi"](fused["norm"](x)), plain["wi"](plain["norm"](x)))
@@ -158,11 +138,11 @@ def test_one_norm_in_front_of_two_layers():
 def test_later_rules_and_counts_undo_a_fusion():
     skipped = te.convert(model(), [*RULES, ("blocks/0/wi", "skip")])
     assert type(skipped.blocks[0].wi) is nnx.Linear
-    assert type(skipped.blocks[0].norm) is _norms.LayerNorm
-    assert type(skipped.blocks[1].wi) is _norms.LayerNormDenseGeneral
+    assert type(skipped.blocks[0].norm) is te.LayerNorm
+    assert type(skipped.blocks[1].wi) is te.LayerNormDenseGeneral
     first = te.convert(model(), RULES, skip_first=2)
     assert type(first.blocks[0].wi) is nnx.Linear
-    assert type(first.blocks[0].norm) is _norms.LayerNorm
+    assert type(first.blocks[0].norm) is te.LayerNorm
 
 
 def _pair(norm, linear):
@@ -202,5 +182,5 @@ def test_pairs_that_cannot_be_fused(reason):
 
 def test_the_fused_model_runs_in_the_block():
     fused = te.convert(Block(nnx.Rngs(0)), [("", te.Fuse("norm", "wi"))])
-    assert type(at(fused, "wi")) is _norms.LayerNormDenseGeneral
+    assert type(at(fused, "wi")) is te.LayerNormDenseGeneral
     assert type(fused.wo) is nnx.LinearGeneral

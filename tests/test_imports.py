@@ -20,6 +20,8 @@ ALLOWED = {
     "adapters": {"layers", "paths", "recipe"},
     "paths": set(),
     "plot": set(),
+    "checkpoint_policies": {"functional"},
+    "kernel_cache": {"layers", "recipe"},
     "layers": {"functional", "recipe", "sharding"},
     "functional": {"quantize", "ops", "sharding"},
     "recipe": {"quantize"},

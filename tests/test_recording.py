@@ -15,7 +15,6 @@ from flax import nnx
 import te_flax as te
 from te_flax.recipe.record import record_operands, start_recording
 from tests._models import RECIPES, data
-from tests._recorded import Dense
 
 DELAYED = te.DelayedScaling(amax_history_len=4)
 X, Y = data(32, 16), data(32, 8, seed=1)
@@ -23,8 +22,8 @@ X, Y = data(32, 16), data(32, 8, seed=1)
 
 class Net(nnx.Module):
     def __init__(self, rngs):
-        self.up = Dense(16, 32, amax_history_len=4, rngs=rngs)
-        self.down = Dense(32, 8, amax_history_len=4, rngs=rngs)
+        self.up = te.DenseGeneral(16, 32, amax_history_len=4, rngs=rngs)
+        self.down = te.DenseGeneral(32, 8, amax_history_len=4, rngs=rngs)
 
     def __call__(self, x):
         return self.down(nnx.relu(self.up(x)))
@@ -122,7 +121,7 @@ def test_plain_gradients_record_all_but_dy(tmp_path):
 
 def test_while_nobody_records_nothing_is_computed():
     plain = te.DenseGeneral(16, 8, rngs=nnx.Rngs(0))
-    layer = Dense(16, 8, rngs=nnx.Rngs(0))
+    layer = te.DenseGeneral(16, 8, rngs=nnx.Rngs(0))
     jaxpr = lambda layer: str(jax.make_jaxpr(lambda x: nnx.clone(layer)(x))(X))
     with te.autocast(te.Float8CurrentScaling()):
         assert jaxpr(layer) == jaxpr(plain)
@@ -131,7 +130,7 @@ def test_while_nobody_records_nothing_is_computed():
 
 
 def test_scan_remat_and_vmap(tmp_path):
-    make = nnx.vmap(lambda r: Dense(16, 16, amax_history_len=4, rngs=r))
+    make = nnx.vmap(lambda r: te.DenseGeneral(16, 16, amax_history_len=4, rngs=r))
     net = make(nnx.Rngs(0).split(3))
 
     @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
@@ -157,7 +156,7 @@ def test_scan_remat_and_vmap(tmp_path):
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_shards_record_the_whole(recipe, check_vma):
     mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
-    net = Dense(16, 8, amax_history_len=4, rngs=nnx.Rngs(0))
+    net = te.DenseGeneral(16, 8, amax_history_len=4, rngs=nnx.Rngs(0))
     start_recording(net.fp8)
     graphdef, state = nnx.split(net)
 
@@ -207,7 +206,7 @@ def test_a_run_is_continued(tmp_path):
 
 
 def test_an_operand_may_be_left_out():
-    layer = Dense(16, 8, rngs=nnx.Rngs(0))
+    layer = te.DenseGeneral(16, 8, rngs=nnx.Rngs(0))
     start_recording(layer.fp8)
     record_operands(layer.fp8, te.MXFP8BlockScaling(), kernel=layer.kernel[...])
     assert np.isnan(layer.fp8.record[0]).all()

@@ -5,7 +5,8 @@ from typing import NamedTuple
 
 from jax.sharding import PartitionSpec
 
-from te_flax.quantize.quantizer import Identity, Quantized, Quantizer
+from te_flax.quantize.quantizer import Identity, Quantizer
+from te_flax.quantize.quantizer import Quantized as Quantized
 from te_flax.sharding import Placement
 from te_flax.typing import Array
 

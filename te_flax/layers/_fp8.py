@@ -4,8 +4,7 @@ from typing import Any
 
 import jax
 
-from te_flax.functional.config import Amaxes, DenseConfig, GemmState
-from te_flax.quantize.quantizer import Quantized
+from te_flax.functional.config import Amaxes, DenseConfig, GemmState, Quantized
 from te_flax.recipe.base import Recipe
 from te_flax.recipe.delayed import DelayedScaling
 from te_flax.recipe.state import Fp8KernelCache, Fp8State, amax_axes

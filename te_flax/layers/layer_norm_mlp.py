@@ -141,13 +141,12 @@ class LayerNormMLP(nnx.Module):
         rngs: nnx.Rngs,
         **dense: Any,
     ):
-        found = _arguments.features(
+        (features,), (mid,), (out,) = _arguments.features(
             _WHERE,
             in_features=in_features,
             intermediate_dim=intermediate_dim,
             out_features=in_features if out_features is None else out_features,
         )
-        (features,), (mid,), (out,) = found
         self.activations = _activations(activations)
         self.activation = _activation_config(self.activations, activation_params)
         self.norm = make_norm(
