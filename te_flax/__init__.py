@@ -58,6 +58,7 @@ from te_flax.recipe.nvfp4 import NVFP4BlockScaling as NVFP4BlockScaling
 from te_flax.recipe.presets import load_recipe as load_recipe
 from te_flax.recipe.state import Fp8Mailbox as Fp8Mailbox
 from te_flax.recipe.state import Fp8Record as Fp8Record
+from te_flax.recipe.state import Fp8Rounding as Fp8Rounding
 from te_flax.recipe.state import Fp8Stat as Fp8Stat
 from te_flax.recipe.state import Fp8State as Fp8State
 from te_flax.recipe.transforms import absorb as absorb

@@ -15,7 +15,7 @@ from te_flax.layers.layer_norm_dense_general import LayerNormDenseGeneral
 from te_flax.layers.norm import LayerNorm, RMSNorm
 from te_flax.paths import places, variables
 from te_flax.recipe.base import Recipe
-from te_flax.recipe.state import Fp8State
+from te_flax.recipe.state import Fp8Rounding, Fp8State
 from te_flax.typing import FLOATS
 
 NORMS: dict[type, type] = {nnx.LayerNorm: LayerNorm, nnx.RMSNorm: RMSNorm}
@@ -49,7 +49,7 @@ class Options:
     Attributes:
         recipe: the layer's ``recipe=``.
         amax_history_len: the layer's ``amax_history_len=``.
-        seed: of its "sr" stream; parameters are replaced afterwards.
+        seed: of its stochastic rounding; parameters are replaced afterwards.
     """
 
     recipe: Recipe | None = None
@@ -186,14 +186,16 @@ def stacked_dims(layer: Any) -> tuple[int, ...]:
 
 
 def _stack(layer: Any, dims: tuple[int, ...]) -> None:
-    """Gives each of the stacked layers its own FP8 state and random stream."""
-    if dims and hasattr(layer, "sr"):
-        layer.sr = layer.sr.split(dims)
+    """Gives each of the stacked layers its own FP8 state, differently seeded."""
     for place in places(layer) if dims else ():
         if isinstance(place.module, Fp8State):
             for variable in variables(place.module).values():
                 value = variable.get_value()
-                variable.set_value(jnp.broadcast_to(value, (*dims, *value.shape)))
+                value = jnp.broadcast_to(value, (*dims, *value.shape))
+                if isinstance(variable, Fp8Rounding):
+                    index = jnp.arange(math.prod(dims), dtype=value.dtype)
+                    value = value.at[..., 0].add(index.reshape(dims))
+                variable.set_value(value)
 
 
 def _zeros(key: Any, shape: tuple[int, ...], dtype: Any) -> jax.Array:

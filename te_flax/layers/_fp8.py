@@ -25,19 +25,17 @@ def gemm_config(recipe: Recipe | None, fp8: Fp8State, **common: Any) -> DenseCon
     )
 
 
-def gemm_state(recipe: Recipe | None, layer: Any) -> GemmState:
+def gemm_state(recipe: Recipe | None, fp8: Fp8State) -> GemmState:
     """The arrays that a recipe asks for.
 
     Amaxes and mailbox under delayed scaling, a key where dy is rounded stochastically,
     the kernel's copies where ``te.cache_quantized`` made them.
     """
-    fp8 = layer.fp8
     if recipe is None:
         return GemmState()
     state = GemmState(kernel=cached_kernel(fp8))
     if getattr(recipe.quantizers().dy, "stochastic", False):
-        training = not fp8.use_running_average
-        state = state._replace(key=layer.sr() if training else None)
+        state = state._replace(key=fp8.rounding_key())
     if not isinstance(recipe, DelayedScaling):
         return state
     # Without somebody who fills its history dy must measure itself.

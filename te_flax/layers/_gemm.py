@@ -91,7 +91,7 @@ def apply(
     out_dtype = jnp.dtype(layer.preferred_element_type or px.dtype).name
     operand = placement(h_axes, x.ndim)
     config = common(layer, recipe, out_dtype, out_sharding, operand)
-    state = _fp8.gemm_state(recipe, layer)
+    state = _fp8.gemm_state(recipe, layer.fp8)
     record(layer, recipe, state, x if norm is None else None)
     low = lora(layer)
     if norm is None:

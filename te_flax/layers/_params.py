@@ -1,29 +1,14 @@
 """How a layer makes a parameter: initializer on the flat shape, axes, metadata."""
 
-import zlib
 from collections.abc import Mapping
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from te_flax.errors import message
 from te_flax.sharding import param_metadata
 from te_flax.typing import Axes, Initializer, Shape
-
-
-def rounding_stream(rngs: nnx.Rngs) -> nnx.RngStream:
-    """The "sr" stream of a layer: random bits for stochastic rounding.
-
-    Taken from the stream of that name; without one, derived from the parameters' stream
-    without advancing it, so that parameters are those of a layer that rounds nothing.
-    """
-    if "sr" in rngs:
-        return rngs.sr.fork()
-    stream = rngs.params
-    key = jax.random.fold_in(stream.key[...], stream.count[...])
-    return nnx.RngStream(jax.random.fold_in(key, zlib.crc32(b"sr")), tag="sr")
 
 
 def init_param(

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from te_flax import sharding
 from te_flax.errors import message
 from te_flax.layers import _arguments, _gemm
-from te_flax.layers._params import init_param, rounding_stream
+from te_flax.layers._params import init_param
 from te_flax.recipe.base import Recipe
 from te_flax.recipe.context import check_recipe
 from te_flax.recipe.state import Fp8State
@@ -61,8 +61,7 @@ class DenseGeneral(nnx.Module):
             context, else 1024.
         kernel_metadata: metadata of the kernel's variable.
         bias_metadata: metadata of the bias's variable.
-        rngs: keys for the parameters, and of the stream "sr" for stochastic rounding
-            (without one, derived from the parameters').
+        rngs: keys for the parameters, and of the stream "sr" for stochastic rounding.
 
     Raises:
         ValueError: ``in_features`` and ``axis`` differ in length, a feature is < 1, or
@@ -157,8 +156,7 @@ class DenseGeneral(nnx.Module):
             kernel_init,
             make,
         )
-        self.fp8 = Fp8State(amax_history_len, recipe=recipe)
-        self.sr = rounding_stream(rngs)
+        self.fp8 = Fp8State(amax_history_len, recipe=recipe, rngs=rngs)
 
     def __call__(
         self, x: Array, out_sharding: PartitionSpec | NamedSharding | None = None

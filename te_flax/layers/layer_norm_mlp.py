@@ -255,7 +255,7 @@ class LayerNormMLP(nnx.Module):
             ffn1_name=self.ckpt_names[0],
             ffn2_name=self.ckpt_names[1],
         )
-        states = _fp8.gemm_state(recipe, wi), _fp8.gemm_state(recipe, wo)
+        states = _fp8.gemm_state(recipe, wi.fp8), _fp8.gemm_state(recipe, wo.fp8)
         for layer, state in zip((wi, wo), states, strict=True):
             _gemm.record(layer, recipe, state, None)
         y, h, amaxes = layernorm_mlp(

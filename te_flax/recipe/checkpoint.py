@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from te_flax.errors import message
-from te_flax.recipe.state import Fp8Mailbox, Fp8Record, Fp8Stat
+from te_flax.recipe.state import Fp8Mailbox, Fp8Record, Fp8Rounding, Fp8Stat
 
 
 def checkpoint_filter(path: tuple, value: Any) -> bool:
@@ -27,7 +27,7 @@ def checkpoint_filter(path: tuple, value: Any) -> bool:
         >>> import te_flax as te
         >>> model = te.DenseGeneral(4, 4, rngs=nnx.Rngs(0))
         >>> sorted(nnx.state(model, te.checkpoint_filter)["fp8"])
-        ['dy', 'kernel', 'nonfinite', 'x']
+        ['dy', 'kernel', 'nonfinite', 'rounding', 'x']
     """
     return not isinstance(value, Fp8Mailbox | Fp8Record)
 
@@ -37,7 +37,7 @@ def restore_state(model: Any, state: Any) -> None:
 
     Statistics that the checkpoint lacks (one of a plain nnx model, say) become
     zero, as in a new layer; a history of another length keeps its newest entries
-    and is filled up with zeros. A missing "sr" stream stays as it is in the model.
+    and is filled up with zeros. A missing seed of stochastic rounding stays the model's.
     Mailboxes in the checkpoint are ignored. All other variables must be there, with
     their shapes. The values keep the dtype and the sharding of the model's.
 
@@ -70,7 +70,7 @@ def restore_state(model: Any, state: Any) -> None:
             continue
         if value is None and isinstance(leaf, Fp8Stat):
             value = jnp.zeros(leaf.shape, leaf.dtype)
-        if value is None and is_rounding(leaf):
+        if value is None and isinstance(leaf, Fp8Rounding):
             continue
         if value is None:
             missing.append("/".join(map(str, path)))
@@ -84,11 +84,6 @@ def restore_state(model: Any, state: Any) -> None:
             rule = f"{rule} {', '.join(names)}"
             raise ValueError(message("restore_state", "state", rule, got, remedy))
     nnx.update(model, nnx.from_flat_state(updates))
-
-
-def is_rounding(leaf: Any) -> bool:
-    """Whether a variable belongs to the "sr" stream of stochastic rounding."""
-    return isinstance(leaf, nnx.RngState) and getattr(leaf, "tag", None) == "sr"
 
 
 def _flatten(state: Any, known: set[tuple[str, ...]]) -> dict[tuple[str, ...], Any]:

@@ -1,5 +1,6 @@
 """The statistics that delayed scaling keeps for one GEMM."""
 
+import zlib
 from collections.abc import Mapping
 
 import jax
@@ -32,6 +33,10 @@ class Fp8Record(Fp8Stat):
     """
 
 
+class Fp8Rounding(nnx.Variable):
+    """Seed and count of the draws for stochastic rounding; checkpointed."""
+
+
 class Fp8KernelCache(nnx.Variable):
     """A kernel's quantized copies while ``te.cache_quantized`` is entered."""
 
@@ -47,6 +52,8 @@ class Fp8State(nnx.Module):
         amax_history_len: length H of the histories; None takes that of the delayed
             recipe which the layer follows, its own or the one in context, else 1024.
         recipe: the layer's own recipe; None follows the context.
+        rngs: seeds stochastic rounding from its stream "sr"; without one, from the
+            parameters' stream, which does not advance. None is a fixed seed.
 
     Attributes:
         x: float32 [H], amax of the layer's input, one entry a forward call.
@@ -54,6 +61,8 @@ class Fp8State(nnx.Module):
         dy: float32 [H], amax of the output's cotangent.
         nonfinite: int32 [], how many pushes saw a NaN or an infinity.
         mailbox: float32 [279], zero.
+        rounding: uint32 [3], the seed of stochastic rounding and the number of draws.
+            Plain words: a typed key in every layer would keep numpy from the model.
         use_running_average: True freezes all statistics (``model.eval()``).
         track_gradients: set by ``te.track_gradients`` while it is entered.
         record: an ``Fp8Record`` while ``te.record`` is entered.
@@ -76,7 +85,10 @@ class Fp8State(nnx.Module):
     kernel_cache: Fp8KernelCache | None = None
 
     def __init__(
-        self, amax_history_len: int | None = None, recipe: Recipe | None = None
+        self,
+        amax_history_len: int | None = None,
+        recipe: Recipe | None = None,
+        rngs: nnx.Rngs | None = None,
     ):
         check_recipe("Fp8State", recipe)
         length = amax_history_len
@@ -95,6 +107,7 @@ class Fp8State(nnx.Module):
         self.kernel = Fp8Stat(jnp.zeros(length, jnp.float32))
         self.dy = Fp8Stat(jnp.zeros(length, jnp.float32))
         self.nonfinite = Fp8Stat(jnp.zeros((), jnp.int32))
+        self.rounding = Fp8Rounding(_seed(rngs))
         self.mailbox = Fp8Mailbox(jnp.zeros(MAILBOX_SIZE, jnp.float32))
         self.use_running_average = False
         self.track_gradients = False
@@ -165,6 +178,33 @@ class Fp8State(nnx.Module):
             history[...] = push(history[...], amax[..., 0])
             flag = (amax[..., 1] > 0).astype(jnp.int32)
             self.nonfinite[...] = self.nonfinite[...] + flag
+
+    def rounding_key(self) -> Array | None:
+        """Draws a key for stochastic rounding; None while the statistics are frozen.
+
+        Returns:
+            A key, another one at each call.
+        """
+        if self.use_running_average:
+            return None
+        words = jax.lax.stop_gradient(self.rounding[...])
+        self.rounding[...] = words.at[2].add(jnp.uint32(1))
+        key = jax.random.wrap_key_data(words[:2], impl="threefry2x32")
+        return jax.random.fold_in(key, words[2])
+
+
+def _seed(rngs: nnx.Rngs | None) -> Array:
+    """Two random words and a count of 0."""
+    if rngs is None:
+        key = jax.random.key(0)
+    elif "sr" in rngs:
+        key = rngs.sr()
+    else:
+        stream = rngs.params
+        key = jax.random.fold_in(stream.key[...], stream.count[...])
+        key = jax.random.fold_in(key, zlib.crc32(b"sr"))
+    words = jax.random.bits(key, (2,), jnp.uint32)
+    return jnp.concatenate([words, jnp.zeros(1, jnp.uint32)])
 
 
 def amax_axes(state: Fp8State) -> tuple[str, ...]:
