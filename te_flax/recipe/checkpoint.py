@@ -37,7 +37,7 @@ def restore_state(model: Any, state: Any) -> None:
 
     Statistics that the checkpoint lacks (one of a plain nnx model, say) become
     zero, as in a new layer; a history of another length keeps its newest entries
-    and is filled up with zeros. A missing seed of stochastic rounding stays the model's.
+    and is filled up with zeros. A missing seed of stochastic rounding is kept.
     Mailboxes in the checkpoint are ignored. All other variables must be there, with
     their shapes. The values keep the dtype and the sharding of the model's.
 
