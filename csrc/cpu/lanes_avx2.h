@@ -59,6 +59,16 @@ inline I SelectLess(I a, I b, I x, I y) {
 inline F SelectLess(F a, F b, F x, F y) {
   return _mm256_blendv_ps(y, x, _mm256_cmp_ps(a, b, _CMP_LT_OQ));
 }
+// v * 2^n for an integer n in [-252, 0], flushed only at the end. Near: n counts as -120 below.
+inline I Places(F n) { return Sub(AsI(SetF(0x1.8p23f)), AsI(AddF(n, SetF(0x1.8p23f)))); }
+inline F Shrink(F v, F n) {
+  const I places = Places(n);
+  const I first = Srl<1>(places);
+  const I second = Sub(places, first);
+  const F half = Mul(v, AsF(Sll<23>(Sub(Set(127), first))));
+  return Mul(half, AsF(Sll<23>(Sub(Set(127), second))));
+}
+inline F ShrinkNear(F v, F n) { return AsF(Sub(AsI(v), Sll<23>(Min32(Places(n), Set(120))))); }
 // Bits of x where mask is set, of y elsewhere.
 inline I Merge(I mask, I x, I y) { return Or(And(mask, x), _mm256_andnot_si256(mask, y)); }
 

@@ -62,6 +62,9 @@ inline I SelectLess(I a, I b, I x, I y) {
 inline F SelectLess(F a, F b, F x, F y) {
   return _mm512_mask_mov_ps(y, _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), x);
 }
+// v * 2^n for an integer n in [-252, 0], flushed only at the end. Near: n may count as -120 below.
+inline F Shrink(F v, F n) { return _mm512_scalef_ps(v, n); }
+inline F ShrinkNear(F v, F n) { return _mm512_scalef_ps(v, n); }
 // Bits of x where mask is set, of y elsewhere.
 inline I Merge(I mask, I x, I y) { return _mm512_ternarylogic_epi32(mask, x, y, 0xca); }
 

@@ -46,6 +46,17 @@ inline F SelectLess(F a, F b, F x, F y) { return a < b ? x : y; }
 
 inline F FirstLanes(F v, int64_t n) { return n > 0 ? v : 0.0f; }
 
+// v * 2^n for an integer n in [-252, 0], flushed only at the end. Near: n counts as -120 below.
+inline I Places(F n) { return Sub(AsI(SetF(0x1.8p23f)), AsI(AddF(n, SetF(0x1.8p23f)))); }
+inline F Shrink(F v, F n) {
+  const I places = Places(n);
+  const I first = Srl<1>(places);
+  const I second = Sub(places, first);
+  const F half = Mul(v, AsF(Sll<23>(Sub(Set(127), first))));
+  return Mul(half, AsF(Sll<23>(Sub(Set(127), second))));
+}
+inline F ShrinkNear(F v, F n) { return AsF(Sub(AsI(v), Sll<23>(Min32(Places(n), Set(120))))); }
+
 inline uint32_t Rounded(F v) {
   const uint32_t bits = Element<Float::kF32>::Load(BitCast<uint32_t>(v));
   return (bits & kAbs) > kInf ? kQuietNan : bits;
