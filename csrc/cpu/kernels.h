@@ -89,6 +89,42 @@ struct ActivationTile {
   int64_t h_slice_stride;
 };
 
+// Some rows of a LayerNorm or an RMSNorm, or some columns of them. Statistics need whole rows.
+struct NormTile {
+  bool layernorm;
+  int64_t rows;
+  int64_t cols;
+  Float x_dtype;
+  const void* x;
+  int64_t stride;  // elements between rows of x and of dy
+  const float* gamma;  // [cols]
+  const float* beta;   // [cols]; null: none
+  float* mean;         // [rows], of a LayerNorm
+  float* rstd;         // [rows]
+  Float out_dtype;
+  void* out;
+  int64_t out_stride;
+  // Backward, with g = dy * gamma and xhat = (x - mean) * rstd.
+  Float dy_dtype;
+  const void* dy;
+  float* mean_g;       // [rows], of a LayerNorm
+  float* mean_g_xhat;  // [rows]
+};
+
+// A row's results depend on that row only: sums over it run over a fixed tree of 16 lanes.
+struct NormKernels {
+  // Writes mean and rstd = 1 / sqrt(E[(x - mean)^2] + epsilon), NaN where the latter sum is.
+  void (*stats)(const NormTile& tile, float epsilon);
+  // out = (x - mean) * rstd * gamma + beta.
+  void (*forward)(const NormTile& tile);
+  // Writes mean_g and mean_g_xhat.
+  void (*backward_stats)(const NormTile& tile);
+  // out = (g - xhat * mean_g_xhat - mean_g) * rstd.
+  void (*backward)(const NormTile& tile);
+  // dgamma[c] = sum of dy * xhat, dbeta[c] = sum of dy, row after row; dbeta may be null.
+  void (*backward_sums)(const NormTile& tile, float* dgamma, float* dbeta);
+};
+
 struct Kernels {
   const char* name;
   // Each of them joins what it saw into *amax.
@@ -99,6 +135,7 @@ struct Kernels {
   void (*sum_rows)(Float dtype, const void* x, int64_t x_stride, int64_t rows, int64_t cols,
                    float* sums);
   void (*activate)(const ActivationTile& tile);
+  NormKernels norm;
 };
 
 extern const Kernels kBaseKernels;

@@ -8,6 +8,7 @@ namespace te_flax::cpu {
 namespace {
 
 #include "cpu/simd_activation.inc"
+#include "cpu/simd_norm.inc"
 
 inline void Join(uint32_t bits, Amax* amax) {
   const uint32_t a = bits & kAbs;
@@ -174,6 +175,6 @@ void ScalarMxfp8Block(Float dtype, Format format, const void* x, int64_t x_strid
 }
 
 const Kernels kBaseKernels = {"base",      ScalarAmax, BaseQuantizeTensor, BaseQuantizeMxfp8,
-                              BaseSumRows, Activate};
+                              BaseSumRows, Activate,   kNormKernels};
 
 }  // namespace te_flax::cpu

@@ -7,6 +7,10 @@
 
 #include "cpu/scalar.h"
 
+// For simd_wide.inc: gcc would leave calls in the innermost loops, and a call spills every register.
+#define TE_INLINE __attribute__((always_inline)) inline
+#define TE_INLINE_LAMBDA __attribute__((always_inline))
+
 namespace te_flax::cpu {
 namespace {
 
@@ -223,6 +227,11 @@ struct WholeLanes<Float::kF16> {
     StoreEight(p, _mm256_cvtps_ph(Rounded(v), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
   }
 };
+// The first n lanes, zeros in the others; n may be anything.
+inline F FirstLanes(F v, int64_t n) {
+  const I lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+  return AsF(And(AsI(v), _mm256_cmpgt_epi32(Set(static_cast<uint32_t>(n)), lane)));
+}
 template <Float dtype>
 struct Lanes : WholeLanes<dtype> {
   using Element = typename WholeLanes<dtype>::Element;

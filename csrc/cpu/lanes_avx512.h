@@ -10,6 +10,10 @@
 
 #include "cpu/scalar.h"
 
+// For simd_wide.inc: gcc would leave calls in the innermost loops, and a call spills every register.
+#define TE_INLINE __attribute__((always_inline)) inline
+#define TE_INLINE_LAMBDA __attribute__((always_inline))
+
 namespace te_flax::cpu {
 namespace {
 
@@ -210,6 +214,8 @@ inline void StreamI(void* p, I v) { _mm512_stream_si512(static_cast<__m512i*>(p)
 // kLanes consecutive elements, or the first n of them, as float32 and back. Rounded values have one
 // NaN; FTZ left no subnormal.
 inline __mmask16 First(int64_t n) { return static_cast<__mmask16>((1u << n) - 1); }
+// The first n lanes, zeros in the others; n <= kLanes.
+inline F FirstLanes(F v, int64_t n) { return _mm512_maskz_mov_ps(First(n), v); }
 inline F Rounded(F v) {
   return _mm512_mask_mov_ps(v, _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q), AsF(Set(kQuietNan)));
 }

@@ -1,10 +1,14 @@
-// One lane of plain C++ for any processor, under the names that simd_activation.inc uses.
+// One lane of plain C++ for any processor, under the names of lanes_avx2.h.
 #ifndef TE_FLAX_CPU_LANES_BASE_H_
 #define TE_FLAX_CPU_LANES_BASE_H_
 
 #include <stdint.h>
 
 #include "cpu/scalar.h"
+
+// For simd_wide.inc, not always: sixteen lanes of one value each would take minutes to compile.
+#define TE_INLINE inline
+#define TE_INLINE_LAMBDA
 
 namespace te_flax::cpu {
 namespace {
@@ -50,6 +54,7 @@ inline F Shrink(F v, F n) {
   return Mul(half, AsF(Sll<23>(Sub(Set(127), second))));
 }
 inline F ShrinkNear(F v, F n) { return AsF(Sub(AsI(v), Sll<23>(Min32(Places(n), Set(120))))); }
+inline F FirstLanes(F v, int64_t n) { return n > 0 ? v : 0.0f; }
 
 inline uint32_t Rounded(F v) {
   const uint32_t bits = Element<Float::kF32>::Load(BitCast<uint32_t>(v));

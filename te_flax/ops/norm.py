@@ -3,9 +3,11 @@
 import functools
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from te_flax.errors import message
+from te_flax.ops import _bits
 from te_flax.ops._fused import Family, variants
 from te_flax.typing import FLOATS, Array
 
@@ -35,10 +37,21 @@ def _scale(gamma: Array, zero_centered_gamma: bool) -> Array:
     return wide + 1 if zero_centered_gamma else wide
 
 
-def _check(epsilon: float) -> None:
-    if not 0 <= epsilon < float("inf"):
-        rule, remedy = "be finite and >= 0", "use 1e-6"
+def _mean(x: Array) -> Array:
+    return _sum(x) / jnp.float32(x.shape[-1])
+
+
+def _positive_nan(x: Array) -> Array:
+    """Gives every NaN the same bits."""
+    return _bits.narrow(_bits.as_bits(x), "float32")
+
+
+def _epsilon(epsilon: float) -> np.float32:
+    value = np.float32(min(epsilon, np.finfo(np.float32).max))
+    if not 0 <= epsilon == epsilon < 2.0**128:
+        rule, remedy = "be a finite float32 and >= 0", "use 1e-6"
         raise ValueError(message("norm_fwd", "epsilon", rule, epsilon, remedy))
+    return value if value >= np.finfo(np.float32).tiny else np.float32(0)
 
 
 def _forward(
@@ -51,19 +64,24 @@ def _forward(
     epsilon: float,
     zero_centered_gamma: bool,
 ) -> tuple[Array, ...]:
-    """Computes h = (x - mean) * rstd * gamma + beta; mean only for a LayerNorm."""
-    _check(epsilon)
-    wide = _flat(x, k_ndim)
-    share = jnp.float32(1 / wide.shape[-1])
-    mean = ()
+    """Computes h = (x - mean) * rstd * gamma + beta; mean only for a LayerNorm.
+
+    A row whose mean square is not finite in float32 is NaN: one with a NaN or an Inf,
+    or with values from 2^64 on.
+    """
+    added, wide, mean = _epsilon(epsilon), _flat(x, k_ndim), ()
     if kind == "layernorm":
-        mean = (_sum(wide) * share,)
+        near = _mean(wide)
+        # What the first sum lost: a constant row has exactly its own mean.
+        mean = (near + _mean(wide - near),)
         wide = wide - mean[0]
-    rstd = lax.rsqrt(_sum(wide * wide) * share + jnp.float32(epsilon))
+    variance = _mean(wide * wide) + added
+    rstd = jnp.where(variance < jnp.inf, 1 / lax.sqrt(variance), jnp.nan)
     h = wide * rstd * _scale(gamma, zero_centered_gamma)
     if beta is not None:
         h = h + beta.astype(jnp.float32).reshape(-1)
-    stats = tuple(s.reshape(x.shape[: x.ndim - k_ndim]) for s in (*mean, rstd))
+    dims = x.shape[: x.ndim - k_ndim]
+    stats = tuple(_positive_nan(s).reshape(dims) for s in (*mean, rstd))
     return (h.reshape(x.shape), *stats)
 
 
@@ -79,19 +97,16 @@ def _backward(
     """Computes dx = rstd * (g - mean(g) - xhat * mean(g * xhat)), g = dy * gamma."""
     *mean, rstd = (s[..., None] for s in stats)
     wide, dh = _flat(x, k_ndim), _flat(dy, k_ndim)
-    share = jnp.float32(1 / wide.shape[-1])
-    if kind == "layernorm":
-        wide = wide - mean[0]
-    normed = wide * rstd
+    normed = (wide - mean[0] if mean else wide) * rstd
     g = dh * _scale(gamma, zero_centered_gamma)
-    dx = g - normed * (_sum(g * normed) * share)
+    dx = g - normed * _mean(g * normed)
     if kind == "layernorm":
-        dx = dx - _sum(g) * share
+        dx = dx - _mean(g)
     tokens = tuple(range(dh.ndim - 1))
     sums = [jnp.sum(dh * normed, tokens)]
     if kind == "layernorm":
         sums.append(jnp.sum(dh, tokens))
-    shaped = (s.reshape(gamma.shape) for s in sums)
+    shaped = (_positive_nan(s).reshape(gamma.shape) for s in sums)
     return ((dx * rstd).reshape(x.shape), *shaped)
 
 
