@@ -1,6 +1,7 @@
 """LayerNorm and RMSNorm over ``K..``, forward and backward, with fused quantization."""
 
 import functools
+import math
 
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +17,8 @@ KINDS = ("layernorm", "rmsnorm")
 
 def _flat(x: Array, k_ndim: int) -> Array:
     """float32 [M.., K] with K flattened."""
-    return x.astype(jnp.float32).reshape(*x.shape[: x.ndim - k_ndim], -1)
+    split = x.ndim - k_ndim
+    return x.astype(jnp.float32).reshape(*x.shape[:split], math.prod(x.shape[split:]))
 
 
 def _sum(x: Array) -> Array:
@@ -46,12 +48,12 @@ def _positive_nan(x: Array) -> Array:
     return _bits.narrow(_bits.as_bits(x), "float32")
 
 
-def _epsilon(epsilon: float) -> np.float32:
-    value = np.float32(min(epsilon, np.finfo(np.float32).max))
-    if not 0 <= epsilon == epsilon < 2.0**128:
-        rule, remedy = "be a finite float32 and >= 0", "use 1e-6"
-        raise ValueError(message("norm_fwd", "epsilon", rule, epsilon, remedy))
-    return value if value >= np.finfo(np.float32).tiny else np.float32(0)
+def _epsilon(epsilon: float, kind: str) -> np.float32:
+    if not 0 <= epsilon <= float(np.finfo(np.float32).max):
+        rule, remedy = "be finite in float32 and >= 0", "use 1e-6"
+        where = f"norm_fwd_{kind}"
+        raise ValueError(message(where, "epsilon", rule, epsilon, remedy))
+    return np.float32(epsilon if epsilon >= 2.0**-126 else 0)
 
 
 def _forward(
@@ -69,7 +71,7 @@ def _forward(
     A row whose mean square is not finite in float32 is NaN: one with a NaN or an Inf,
     or with values from 2^64 on.
     """
-    added, wide, mean = _epsilon(epsilon), _flat(x, k_ndim), ()
+    added, wide, mean = _epsilon(epsilon, kind), _flat(x, k_ndim), ()
     if kind == "layernorm":
         near = _mean(wide)
         # What the first sum lost: a constant row has exactly its own mean.

@@ -120,6 +120,56 @@ def activation_bound(
     return error + float(info.eps) / 2 * (magnitude + float(info.tiny))
 
 
+def norm_bound(
+    size: ArrayLike,
+    k: int,
+    exact: ArrayLike,
+    dtype: DTypeLike,
+    *,
+    count: float = 8,
+    factor: ArrayLike = 0.0,
+) -> np.ndarray:
+    """Bounds a norm or its derivative: ``(count + log2(K)) 2^-24 size``.
+
+    Roundings, in units of 2^-24; at most ceil(log2(K)) <= log2(K) + 1 of them meet a
+    term of a sum over a row, which runs over a binary tree.
+
+    - RMSNorm, size |h|: the square 1, the sum log2(K) + 1, the quotient and epsilon 1
+      each; rstd has half of these 4 + log2(K), and the root and the quotient 1 each;
+      1 + gamma and the products with rstd and gamma 1 each: 7 + log2(K) / 2, count 8.
+    - LayerNorm, size |gamma| max|x| / std, count 8: the mean, whose second sum mends
+      the first, errs by 1 |mean|, by 2 where XLA contracts a product and a sum; that
+      shifts the row. x - mean adds 1 to x and 2 to its square, so an element of
+      magnitude |x - mean| <= max|x| errs by 9 + log2(K) / 2 of that: with the shift
+      at most count + log2(K) from K = 64 on. Larger elements (up to 2 max|x|) and
+      shorter rows stay within it unless all roundings conspire.
+    - dx, size rstd (|g| + mean|g| + |xhat| mean|g xhat|), count 13: g = dy gamma has 2,
+      xhat 2, so the mean of g xhat has 2 + 2 + 1 + log2(K) + 1 + 1; its product with
+      xhat adds 3, the two differences and the product with rstd 1 each.
+
+    Args:
+        size: in float64; of a LayerNorm plus |h| / count for the sum with beta.
+        k: elements in a row.
+        exact: the result in float64.
+        dtype: of the result.
+        count: roundings besides those of one sum.
+        factor: what a value below 2^-126, which counts as 0, is multiplied by.
+
+    Returns:
+        The bound of every element, with half an ulp of the dtype for the last rounding.
+
+    Example:
+        >>> float(norm_bound(2.0**24, 16, 0.0, np.float32)) < 12.001
+        True
+    """
+    steps = count + np.log2(max(k, 1))
+    flushed = 2.0**-126 * (1 + np.asarray(factor, np.float64))
+    error = steps * UNIT * np.asarray(size, np.float64) + flushed
+    info = ml_dtypes.finfo(dtype)
+    magnitude = np.abs(np.asarray(exact, np.float64)) + error
+    return error + float(info.eps) / 2 * (magnitude + float(info.tiny))
+
+
 def sharded_bound(bound: ArrayLike) -> np.ndarray:
     """Bounds a sharded result against that of one device: each may err by ``bound``."""
     return 2 * np.asarray(bound)
