@@ -96,7 +96,7 @@ struct NormTile {
   int64_t cols;
   Float x_dtype;
   const void* x;
-  int64_t stride;  // elements between rows of x and of dy
+  int64_t stride;      // elements between rows of x and of dy
   const float* gamma;  // [cols]
   const float* beta;   // [cols]; null: none
   float* mean;         // [rows], of a LayerNorm

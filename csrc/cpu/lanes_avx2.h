@@ -7,7 +7,8 @@
 
 #include "cpu/scalar.h"
 
-// For simd_wide.inc: gcc would leave calls in the innermost loops, and a call spills every register.
+// For simd_wide.inc: gcc would leave calls in the innermost loops, and a call spills every
+// register.
 #define TE_INLINE __attribute__((always_inline)) inline
 #define TE_INLINE_LAMBDA __attribute__((always_inline))
 

@@ -147,8 +147,8 @@ ffi::Error NormFwdImpl(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Remai
   TE_ASSIGN_OR_RETURN(call, ReadFused(kWhere, args, rets, attrs, n_own, n_own - 1));
   if (call.kept) return ffi::Error::Success();
   TE_ASSIGN_OR_RETURN(x, AsMatrix(kWhere, call.own[0], options.k_ndim));
-  TE_ASSIGN_OR_RETURN(
-      gamma, Parameter(kWhere, "gamma", call.own[1], x.cols, options.zero_centered));
+  TE_ASSIGN_OR_RETURN(gamma,
+                      Parameter(kWhere, "gamma", call.own[1], x.cols, options.zero_centered));
   TE_ASSIGN_OR_RETURN(rstd, Floats(kWhere, "rstd", call.extras.back(), x.rows));
   Forward norm;
   norm.epsilon = FlushScale(epsilon);
@@ -181,8 +181,8 @@ ffi::Error NormBwdImpl(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Remai
   TE_ASSIGN_OR_RETURN(x, AsMatrix(kWhere, call.own[1], options.k_ndim));
   TE_RETURN_IF_ERROR(
       CheckCount(kWhere, "dy", call.own[0], call.own[0].element_type(), x.rows * x.cols));
-  TE_ASSIGN_OR_RETURN(
-      gamma, Parameter(kWhere, "gamma", call.own[2], x.cols, options.zero_centered));
+  TE_ASSIGN_OR_RETURN(gamma,
+                      Parameter(kWhere, "gamma", call.own[2], x.cols, options.zero_centered));
   TE_ASSIGN_OR_RETURN(rstd, Floats(kWhere, "rstd", call.own.back(), x.rows));
   TE_ASSIGN_OR_RETURN(dgamma, Floats(kWhere, "dgamma", call.extras[0], x.cols));
   TE_ASSIGN_OR_RETURN(dbeta, Floats(kWhere, "dbeta", call.extras.back(), x.cols));

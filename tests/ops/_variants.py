@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 from _activations import backward, close_to_limits, forward
+from _norms import pop_own
 from _quantizers import REFERENCE, Implementation
 
 from te_flax.ops import mxfp8
@@ -21,6 +22,10 @@ CONTRACT = (  # stand for all in tests/ops/test_contract.py
     "act_bwd_rowcol_h_dbias_noop",
     "act_fwd_mxfp8_row_h_noop",
     "act_fwd_rowcol_h",
+    "norm_bwd_layernorm_mxfp8_rowcol_h",
+    "norm_bwd_rmsnorm_rowcol_h_noop",
+    "norm_fwd_layernorm_rowcol_h",
+    "norm_fwd_rmsnorm_mxfp8_rowcol_h_noop",
     "quantize_dbias_mxfp8_rowcol_dbias",
 )
 FORMATS = {"row_format": "e4m3", "col_format": "e5m2"}
@@ -132,6 +137,8 @@ def check(op: KernelOp, attrs, arrays, got) -> None:
         close_to_limits(h, *forward(given["x"], attrs))
     elif op.handler == "act_bwd":
         close_to_limits(h, *backward(given["dy"], given["x"], attrs))
+    elif op.handler in ("norm_fwd", "norm_bwd"):
+        pop_own(op, attrs, given, found)
     formats = {f: attrs.get(f, FORMATS[f]) for f in FORMATS}
     h, whole = h.astype(attrs["out_dtype"]), k_ndim + (op.handler == "act_bwd")
     scaling = op.handler_attrs["scaling"]

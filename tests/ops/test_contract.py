@@ -45,6 +45,7 @@ FULL = (  # one of each family on every mesh; the others on one of each kind
     "dequantize_mxfp8_row",
     "gemm_nn_bias",
     "gemm_tn_mxfp8",
+    "norm_bwd_layernorm_mxfp8_rowcol_h",
     "quantize_mxfp8_rowcol",
     "quantize_rowcol",
 )
