@@ -186,6 +186,12 @@ def _sharded(op, on, spec, empty=False):
     return arrays, attrs, op.plan(shapes, (), static, specs, bare, on.shape)
 
 
+def reductions(op, plan):
+    """Kind and mesh axes of each all-reduce: XLA combines those that agree in both."""
+    axes = [plan.summed(j) for j in range(len(op.reduce))]
+    return {(how, over) for how, over in zip(op.reduce, axes, strict=True) if over}
+
+
 def _compiled(f, on, specs, arrays, context=True):
     with jax.set_mesh(on):
         args = placed(on, specs, arrays)
@@ -218,9 +224,9 @@ def test_sharded(name, kind):
     call = functools.partial(op, **attrs)
     got, found, _ = _compiled(call, on, plan.in_specs(), arrays)
     agree(op, attrs, arrays, got)
-    reduces = [axes for j in range(len(got)) if (axes := plan.summed(j))]
+    reduces = reductions(op, plan)
     # A mixed mesh: axis by axis.
-    steps = sum(len(axes) if "mixed" in kind else 1 for axes in reduces)
+    steps = sum(len(axes) if "mixed" in kind else 1 for _, axes in reduces)
     assert found == ({"all-reduce": steps} if reduces else {})
 
 
@@ -276,7 +282,7 @@ def test_manual(name, kind, vma):
     )
     got, found, _ = _compiled(f, on, plan.in_specs(), arrays)
     agree(op, attrs, arrays, got)
-    reduces = sum(bool(plan.summed(j)) for j in range(len(got)))
+    reduces = len(reductions(op, plan))
     assert found == ({"all-reduce": reduces} if reduces else {})
 
 
@@ -310,7 +316,7 @@ def test_partly_manual(name, kind, shape):
     border = [s for s in (*both.in_specs(), *both.out_specs()) if "tp" in str(s)]
     most = len(border) if kind == AxisType.Explicit and 1 not in shape else 0
     assert found.pop("all-gather", 0) <= most  # all of them up to jax 0.10
-    reduces = sum(len(both.summed(j)) for j in range(len(got)))  # dp here, tp in the op
+    reduces = sum(len(axes) for _, axes in reductions(op, both))  # dp here, tp in op
     assert found == ({"all-reduce": reduces} if reduces else {})
     assert max(sizes, default=0) <= max(a.size for a in arrays) // shape[0]
 
