@@ -15,10 +15,15 @@ from te_flax.typing import FLOATS, Array
 KINDS = ("layernorm", "rmsnorm")
 
 
+def _wide(x: Array) -> Array:
+    """float32; what is below 2^-126 is a zero of its sign."""
+    return _bits.as_float(_bits.flush(_bits.widen(x)))
+
+
 def _flat(x: Array, k_ndim: int) -> Array:
-    """float32 [M.., K] with K flattened."""
+    """[M.., K] with K flattened."""
     split = x.ndim - k_ndim
-    return x.astype(jnp.float32).reshape(*x.shape[:split], math.prod(x.shape[split:]))
+    return _wide(x).reshape(*x.shape[:split], math.prod(x.shape[split:]))
 
 
 def _sum(x: Array) -> Array:
@@ -35,7 +40,7 @@ def _sum(x: Array) -> Array:
 
 
 def _scale(gamma: Array, zero_centered_gamma: bool) -> Array:
-    wide = gamma.astype(jnp.float32).reshape(-1)
+    wide = _wide(gamma).reshape(-1)
     return wide + 1 if zero_centered_gamma else wide
 
 
@@ -43,9 +48,9 @@ def _mean(x: Array) -> Array:
     return _sum(x) / jnp.float32(x.shape[-1])
 
 
-def _positive_nan(x: Array) -> Array:
-    """Gives every NaN the same bits."""
-    return _bits.narrow(_bits.as_bits(x), "float32")
+def _stored(x: Array) -> Array:
+    """One NaN and no subnormal, as in h."""
+    return _bits.narrow(_bits.flush(_bits.as_bits(x)), "float32")
 
 
 def _epsilon(epsilon: float, kind: str) -> np.float32:
@@ -81,9 +86,9 @@ def _forward(
     rstd = jnp.where(variance < jnp.inf, 1 / lax.sqrt(variance), jnp.nan)
     h = wide * rstd * _scale(gamma, zero_centered_gamma)
     if beta is not None:
-        h = h + beta.astype(jnp.float32).reshape(-1)
+        h = h + _wide(beta).reshape(-1)
     dims = x.shape[: x.ndim - k_ndim]
-    stats = tuple(_positive_nan(s).reshape(dims) for s in (*mean, rstd))
+    stats = tuple(_stored(s).reshape(dims) for s in (*mean, rstd))
     return (h.reshape(x.shape), *stats)
 
 
@@ -97,7 +102,7 @@ def _backward(
     zero_centered_gamma: bool,
 ) -> tuple[Array, ...]:
     """Computes dx = rstd * (g - mean(g) - xhat * mean(g * xhat)), g = dy * gamma."""
-    *mean, rstd = (s[..., None] for s in stats)
+    *mean, rstd = (_wide(s)[..., None] for s in stats)
     wide, dh = _flat(x, k_ndim), _flat(dy, k_ndim)
     normed = (wide - mean[0] if mean else wide) * rstd
     g = dh * _scale(gamma, zero_centered_gamma)
@@ -108,7 +113,7 @@ def _backward(
     sums = [jnp.sum(dh * normed, tokens)]
     if kind == "layernorm":
         sums.append(jnp.sum(dh, tokens))
-    shaped = (_positive_nan(s).reshape(gamma.shape) for s in sums)
+    shaped = (_stored(s).reshape(gamma.shape) for s in sums)
     return ((dx * rstd).reshape(x.shape), *shaped)
 
 

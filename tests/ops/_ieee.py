@@ -80,7 +80,7 @@ _RULES |= {
     for name, fn in {
         **{"add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide},
         **{"and": np.bitwise_and, "or": np.bitwise_or, "abs": np.abs},
-        **{"min": np.minimum, "max": np.maximum},
+        **{"min": np.minimum, "max": np.maximum, "sqrt": np.sqrt},
         **{"lt": np.less, "le": np.less_equal, "gt": np.greater},
         **{"ge": np.greater_equal, "eq": np.equal, "ne": np.not_equal},
         **{"shift_left": np.left_shift, "shift_right_arithmetic": np.right_shift},
