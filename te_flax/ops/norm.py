@@ -10,15 +10,22 @@ from jax import lax
 from te_flax.errors import message
 from te_flax.ops import _bits
 from te_flax.ops._fused import Family, variants
-from te_flax.typing import FLOATS, Array, wider
+from te_flax.typing import FLOATS, Array
 
 KINDS = ("layernorm", "rmsnorm")
 
 
+def _wide(x: Array) -> Array:
+    """float32, what is below 2^-126 a zero of its sign; float64 stays."""
+    if x.dtype == jnp.float64:
+        return x
+    return _bits.as_float(_bits.flush(_bits.widen(x)))
+
+
 def _flat(x: Array, k_ndim: int) -> Array:
-    """[M.., K] in float32 (float64 stays) with K flattened."""
-    split, wide = x.ndim - k_ndim, wider(x.dtype, jnp.float32)
-    return x.astype(wide).reshape(*x.shape[:split], math.prod(x.shape[split:]))
+    """[M.., K] with K flattened."""
+    split = x.ndim - k_ndim
+    return _wide(x).reshape(*x.shape[:split], math.prod(x.shape[split:]))
 
 
 def _sum(x: Array) -> Array:
@@ -35,7 +42,7 @@ def _sum(x: Array) -> Array:
 
 
 def _scale(gamma: Array, zero_centered_gamma: bool) -> Array:
-    wide = gamma.astype(wider(gamma.dtype, jnp.float32)).reshape(-1)
+    wide = _wide(gamma).reshape(-1)
     return wide + 1 if zero_centered_gamma else wide
 
 
@@ -43,11 +50,11 @@ def _mean(x: Array) -> Array:
     return _sum(x) / jnp.asarray(x.shape[-1], x.dtype)
 
 
-def _positive_nan(x: Array) -> Array:
-    """Gives every NaN of a float32 the same bits."""
+def _stored(x: Array) -> Array:
+    """One NaN and no subnormal, as in h; float64 stays."""
     if x.dtype == jnp.float64:
         return x
-    return _bits.narrow(_bits.as_bits(x), "float32")
+    return _bits.narrow(_bits.flush(_bits.as_bits(x)), "float32")
 
 
 def _epsilon(epsilon: float, kind: str) -> np.float32:
@@ -81,11 +88,11 @@ def _forward(
         wide = wide - mean[0]
     variance = _mean(wide * wide) + jnp.asarray(added, wide.dtype)
     rstd = jnp.where(variance < jnp.inf, 1 / lax.sqrt(variance), jnp.nan)
-    h = wide * rstd * _scale(gamma, zero_centered_gamma)
+    h = wide * rstd * _scale(gamma, zero_centered_gamma).astype(wide.dtype)
     if beta is not None:
-        h = h + beta.astype(h.dtype).reshape(-1)
+        h = h + _wide(beta).reshape(-1).astype(h.dtype)
     dims = x.shape[: x.ndim - k_ndim]
-    stats = tuple(_positive_nan(s).reshape(dims) for s in (*mean, rstd))
+    stats = tuple(_stored(s).reshape(dims) for s in (*mean, rstd))
     return (h.reshape(x.shape), *stats)
 
 
@@ -99,10 +106,11 @@ def _backward(
     zero_centered_gamma: bool,
 ) -> tuple[Array, ...]:
     """Computes dx = rstd * (g - mean(g) - xhat * mean(g * xhat)), g = dy * gamma."""
-    *mean, rstd = (s[..., None] for s in stats)
-    wide, dh = _flat(x, k_ndim), _flat(dy, k_ndim)
+    *mean, rstd = (_wide(s)[..., None] for s in stats)
+    wide = _flat(x, k_ndim)
+    dh = _flat(dy, k_ndim).astype(wide.dtype)
     normed = (wide - mean[0] if mean else wide) * rstd
-    g = dh * _scale(gamma, zero_centered_gamma)
+    g = dh * _scale(gamma, zero_centered_gamma).astype(dh.dtype)
     dx = g - normed * _mean(g * normed)
     if kind == "layernorm":
         dx = dx - _mean(g)
@@ -110,7 +118,7 @@ def _backward(
     sums = [jnp.sum(dh * normed, tokens)]
     if kind == "layernorm":
         sums.append(jnp.sum(dh, tokens))
-    shaped = (_positive_nan(s).reshape(gamma.shape) for s in sums)
+    shaped = (_stored(s).reshape(gamma.shape) for s in sums)
     return ((dx * rstd).reshape(x.shape), *shaped)
 
 

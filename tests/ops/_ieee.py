@@ -81,7 +81,7 @@ _RULES |= {
         **{"add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide},
         **{"and": np.bitwise_and, "or": np.bitwise_or, "abs": np.abs},
         **{"neg": np.negative},
-        **{"min": np.minimum, "max": np.maximum},
+        **{"min": np.minimum, "max": np.maximum, "sqrt": np.sqrt},
         **{"lt": np.less, "le": np.less_equal, "gt": np.greater},
         **{"ge": np.greater_equal, "eq": np.equal, "ne": np.not_equal},
         **{"shift_right_logical": np.right_shift, "floor": np.floor},
