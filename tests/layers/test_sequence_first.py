@@ -1,0 +1,145 @@
+"""[sequence, batch, ...] inputs: the same layer on the transposed input."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from _dense import RECIPES, UNIT, data
+from _fused import context, gemms, options
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import te_flax as te
+from te_flax.testing.numerics import UNIT as ROUNDING
+from te_flax.testing.numerics import chain_bound
+
+AXES = ("batch", "seqlen", None)
+B, S, H, MID = 8, 32, 32, 48
+
+
+def mlp(turned, names=("gelu",)):
+    return te.LayerNormMLP(
+        H,
+        MID,
+        activations=names,
+        layernorm_input_axes=AXES,
+        dot_1_input_axes=AXES,
+        dot_2_input_axes=("batch", "seqlen", "mlp"),
+        transpose_batch_sequence=turned,
+        rngs=nnx.Rngs(0),
+        **options("layernorm"),
+    )
+
+
+def dense(turned):
+    return te.LayerNormDenseGeneral(
+        H,
+        H,
+        layernorm_input_axes=AXES,
+        dot_input_axes=AXES,
+        transpose_batch_sequence=turned,
+        rngs=nnx.Rngs(0),
+        **options("rmsnorm"),
+    )
+
+
+def norm(turned, kind=te.LayerNorm):
+    return kind(H, input_axes=AXES, transpose_batch_sequence=turned, rngs=nnx.Rngs(0))
+
+
+LAYERS = {
+    "LayerNorm": norm,
+    "RMSNorm": lambda turned: norm(turned, te.RMSNorm),
+    "LayerNormDenseGeneral": dense,
+    "LayerNormMLP": mlp,
+    "gated": lambda turned: mlp(turned, ("silu", "linear")),
+}
+HAS_GEMM = ("LayerNormDenseGeneral", "LayerNormMLP", "gated")
+
+
+@nnx.jit
+def step(layer, x, dy):
+    def loss(layer, x):
+        y = layer(x)
+        return jnp.sum(y * dy), y
+
+    (grads, dx), y = te.grad(loss, argnums=(0, 1), has_aux=True)(layer, x)
+    return y, dx, grads
+
+
+def train(make, turned, recipe, place=lambda x, turned: x):
+    """Layer and results of a step, y and dx in batch-first order."""
+    layer = make(turned)
+    x, dy = data((B, S, H)), data((B, S, H), 1)
+    if turned:
+        x, dy = x.swapaxes(0, 1), dy.swapaxes(0, 1)
+    x, dy = place(x, turned), place(dy, turned)
+    with context(recipe):
+        for _ in range(1 + (recipe == "delayed_scaling")):
+            y, dx, grads = step(layer, x, dy)
+    y, dx = np.asarray(y), np.asarray(dx)
+    if turned:
+        y, dx = y.swapaxes(0, 1), dx.swapaxes(0, 1)
+    return layer, y, dx, nnx.to_pure_dict(grads)
+
+
+def compare(first, turned, recipe):
+    """y and dx to the bit; sums over tokens as far as their order allows."""
+    np.testing.assert_array_equal(first[1], turned[1])
+    np.testing.assert_array_equal(first[2], turned[2])
+    a, b = (jax.tree.leaves_with_path(run[3]) for run in (first, turned))
+    for (path, u), (_, v) in zip(a, b, strict=True):
+        u, v = np.asarray(u, np.float64), np.asarray(v, np.float64)
+        if recipe == "mxfp8" and "kernel" in str(path):  # blocks run along the tokens
+            assert np.linalg.norm(u - v) <= 2 * UNIT["e4m3"] * np.linalg.norm(u), path
+            continue
+        # B S terms of random sign: their magnitudes sum to sqrt(B S) of the result.
+        bound = chain_bound([B * S], u) * np.sqrt(B * S)
+        assert np.max(np.abs(u - v)) <= bound + ROUNDING, path
+    if hasattr(first[0], "fp8") or hasattr(first[0], "wi"):
+        for m, n in zip(gemms(first[0]), gemms(turned[0]), strict=True):
+            for name in ("x", "kernel", "dy"):
+                pair = (np.asarray(getattr(k.fp8, name)[...]) for k in (m, n))
+                np.testing.assert_array_equal(*pair)
+
+
+@pytest.mark.parametrize("recipe", [None, *RECIPES])
+@pytest.mark.parametrize("name", LAYERS)
+def test_equals_batch_first_on_one_device(name, recipe):
+    if recipe and name not in HAS_GEMM:
+        pytest.skip("norms quantize nothing")
+    compare(*(train(LAYERS[name], turned, recipe) for turned in (False, True)), recipe)
+
+
+CASES = [
+    ("gated", "delayed_scaling", "batch", AxisType.Auto),
+    ("gated", "delayed_scaling", "sequence", AxisType.Explicit),
+    ("gated", "mxfp8", "sequence", AxisType.Auto),
+    ("gated", "mxfp8", "batch", AxisType.Explicit),
+    ("LayerNormMLP", "current_scaling", "batch", AxisType.Explicit),
+    ("LayerNormMLP", None, "sequence", AxisType.Auto),
+    ("LayerNormDenseGeneral", "delayed_scaling", "sequence", AxisType.Auto),
+    ("LayerNormDenseGeneral", "mxfp8", "batch", AxisType.Explicit),
+    ("LayerNormDenseGeneral", None, "batch", AxisType.Auto),
+    ("RMSNorm", None, "batch", AxisType.Explicit),
+    ("LayerNorm", None, "sequence", AxisType.Explicit),
+]
+
+
+@pytest.mark.parametrize(("name", "recipe", "sharded", "axis_type"), CASES)
+def test_equals_batch_first_on_eight_devices(name, recipe, sharded, axis_type):
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(axis_type,))
+    rules = te.logical_axis_rules(**{"dp" if sharded == "batch" else "sp": "d"})
+
+    def place(x, turned):
+        first = (sharded == "batch") != turned
+        return jax.device_put(x, NamedSharding(mesh, P("d") if first else P(None, "d")))
+
+    with jax.set_mesh(mesh), nnx.logical_axis_rules(rules):
+        runs = [train(LAYERS[name], t, recipe, place) for t in (False, True)]
+    compare(*runs, recipe)
+    single = train(LAYERS[name], False, recipe)
+    for got, want in zip(runs[0][1:3], single[1:3], strict=True):
+        share = 0.1 if recipe else 256 * ROUNDING  # codes may flip behind a GEMM
+        assert np.linalg.norm(got - want) <= share * np.linalg.norm(want)
