@@ -33,7 +33,7 @@ def test_doctests(name):
 
 # Values and protocols that an example would not explain.
 NO_EXAMPLE = {"HIGH_PRECISION", "Quantizer", "Quantized", "Fp8Stat", "Fp8Mailbox"}
-NO_EXAMPLE |= {"Fp8Record", "OperandRow"}
+NO_EXAMPLE |= {"Fp8Record", "Fp8Rounding", "OperandRow"}
 
 
 @pytest.mark.parametrize("name", PUBLIC)

@@ -56,7 +56,6 @@ inline F Shrink(F v, F n) {
   return Mul(half, AsF(Sll<23>(Sub(Set(127), second))));
 }
 inline F ShrinkNear(F v, F n) { return AsF(Sub(AsI(v), Sll<23>(Min32(Places(n), Set(120))))); }
-inline F FirstLanes(F v, int64_t n) { return n > 0 ? v : 0.0f; }
 
 inline uint32_t Rounded(F v) {
   const uint32_t bits = Element<Float::kF32>::Load(BitCast<uint32_t>(v));
