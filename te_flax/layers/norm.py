@@ -83,7 +83,7 @@ class LayerNorm(nnx.Module):
         rngs: nnx.Rngs,
     ):
         where = type(self).__name__
-        ((features,),) = _arguments.features(where, num_features=num_features)
+        (features,) = _arguments.sizes(where, num_features=num_features)
         _arguments.check_float_dtypes(where, dtype=dtype, param_dtype=param_dtype)
         self.num_features = features
         self.epsilon = _arguments.epsilon(where, epsilon)
