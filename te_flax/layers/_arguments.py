@@ -24,6 +24,16 @@ def features(where: str, **named: int | Sequence[int]) -> list[tuple[int, ...]]:
     return found
 
 
+def sizes(where: str, **named: int) -> list[int]:
+    """Returns the size of one axis each, or raises ValueError."""
+    for name, value in named.items():
+        found = _ints(value)
+        if found is None or isinstance(value, Sequence) or found[0] < 1:
+            rule, remedy = "be a positive int", "give the size of one axis"
+            raise ValueError(message(where, name, rule, repr(value), remedy))
+    return [int(value) for value in named.values()]
+
+
 def axes(where: str, value: int | Sequence[int], count: int) -> tuple[int, ...]:
     """Returns ``count`` axes as a tuple, or raises ValueError."""
     found = _ints(value)

@@ -109,7 +109,7 @@ def apply(
     else:
         scale, norm_bias = norm.parameters()
         y, h, measured = layernorm_dense(
-            x,
+            px if px.dtype == jnp.float64 else x,
             scale,
             norm_bias,
             kernel if recipe else pkernel,

@@ -229,7 +229,7 @@ class DenseGeneral(nnx.Module):
         """Low-rank factors: a like the kernel, b zeros, so that they add nothing."""
         self.lora_a = self.lora_b = nnx.data(None)
         where = "DenseGeneral"
-        ((rank,),) = _arguments.features(where, low_rank_adaptation_dim=rank)
+        (rank,) = _arguments.sizes(where, low_rank_adaptation_dim=rank)
         self.lora_scale = 1.0
         if alpha is not None:
             remedy = "use None for a factor of 1"

@@ -100,7 +100,7 @@ class LayerNormDenseGeneral(DenseGeneral):
     ):
         where = "LayerNormDenseGeneral"
         _refuse(where, dense, "axis", "input_axes")
-        ((features,),) = _arguments.features(where, in_features=in_features)
+        (features,) = _arguments.sizes(where, in_features=in_features)
         self.norm = make_norm(
             where,
             enable_layernorm,

@@ -141,7 +141,7 @@ class LayerNormMLP(nnx.Module):
         rngs: nnx.Rngs,
         **dense: Any,
     ):
-        (features,), (mid,), (out,) = _arguments.features(
+        features, mid, out = _arguments.sizes(
             _WHERE,
             in_features=in_features,
             intermediate_dim=intermediate_dim,
@@ -203,6 +203,18 @@ class LayerNormMLP(nnx.Module):
                 rate, broadcast_dims=tuple(dims), rng_collection=stream, rngs=rngs
             )
 
+    def _dropout_key(self, ndim: int, deterministic: bool | None) -> Array | None:
+        """A new key, or None where nothing is dropped."""
+        if self.dropout is None:
+            return None
+        dims = self.intermediate_hidden_dropout_dims
+        if any(not -ndim <= dim < ndim for dim in dims):
+            rule, remedy = f"be dims of x, which has {ndim}", "count them from 0"
+            name = "intermediate_hidden_dropout_dims"
+            raise ValueError(message(_WHERE, name, rule, dims, remedy))
+        off = self.dropout.deterministic if deterministic is None else deterministic
+        return None if off else cast(nnx.RngStream, self.dropout.rngs)()
+
     def __call__(
         self,
         x: Array,
@@ -229,10 +241,7 @@ class LayerNormMLP(nnx.Module):
         x = _arguments.float_array(_WHERE, x)
         _arguments.check_last(_WHERE, x, self.in_features, "in_features")
         x = sharding.constrain(x, self._axes(0, x.ndim))
-        key = None
-        if self.dropout is not None:
-            off = self.dropout.deterministic if deterministic is None else deterministic
-            key = None if off else cast(nnx.RngStream, self.dropout.rngs)()
+        key = self._dropout_key(x.ndim, deterministic)
         run = self._apart if self.activation is None else self._fused
         y, h = run(x, key, out_sharding)
         return (y, h) if self.return_layernorm_output else y
@@ -259,7 +268,7 @@ class LayerNormMLP(nnx.Module):
         for layer, state in zip((wi, wo), states, strict=True):
             _gemm.record(layer, recipe, state, None)
         y, h, amaxes = layernorm_mlp(
-            px if norm is None else x,
+            px if norm is None or px.dtype == jnp.float64 else x,
             params,
             config=config,
             states=states,

@@ -83,7 +83,7 @@ class LayerNorm(nnx.Module):
         rngs: nnx.Rngs,
     ):
         where = type(self).__name__
-        ((features,),) = _arguments.features(where, num_features=num_features)
+        (features,) = _arguments.sizes(where, num_features=num_features)
         _arguments.check_float_dtypes(where, dtype=dtype, param_dtype=param_dtype)
         self.num_features = features
         self.epsilon = _arguments.epsilon(where, epsilon)
@@ -142,6 +142,7 @@ class LayerNorm(nnx.Module):
         # Only what the layer holds takes part: without parameters x keeps its dtype.
         own = [None if p is None else p[...] for p in (self.scale, self.bias)]
         px, *_ = self.promote_dtype((x, *own), dtype=self.dtype)
+        x = px if px.dtype == jnp.float64 else x
         return norm(x, scale, bias, config=self.config(px.dtype.name))
 
     def config(self, out_dtype: str) -> NormConfig:

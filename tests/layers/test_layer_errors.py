@@ -30,7 +30,7 @@ def raises(error, text, call):
 @pytest.mark.parametrize(
     ("kwargs", "error", "text"),
     [
-        ({"n": 0}, ValueError, "num_features must be a positive int .* got 0; give"),
+        ({"n": 0}, ValueError, "num_features must be a positive int.* got 0; give"),
         ({"epsilon": -1e-6}, ValueError, r"epsilon must be .* >= 0, got -1e-06; use"),
         ({"epsilon": float("nan")}, ValueError, "epsilon must be .* got nan; use 1e-6"),
         ({"epsilon": float("inf")}, ValueError, "epsilon must be .* got inf; use 1e-6"),
@@ -78,7 +78,7 @@ def test_an_unknown_keyword_is_named():
         (
             {"enable_low_rank_adaptation": True, "low_rank_adaptation_dim": 0},
             ValueError,
-            "low_rank_adaptation_dim must be a positive int .* got 0; ",
+            "low_rank_adaptation_dim must be a positive int.* got 0; ",
         ),
         ({"low_rank_adaptation_dim": -2}, ValueError, "low_rank_adaptation_dim .* -2;"),
         (
@@ -156,10 +156,28 @@ def test_arguments_of_the_block(kwargs, error, text):
 
 
 def test_sizes_of_the_block():
-    text = "^LayerNormMLP: intermediate_dim must be a positive int .* got 0;"
+    text = "^LayerNormMLP: intermediate_dim must be a positive int.* got 0;"
     raises(ValueError, text, lambda: fused("LayerNormMLP", 4, 0))
-    text = "^LayerNormMLP: out_features must be a positive int .* got -1;"
+    text = "^LayerNormMLP: out_features must be a positive int.* got -1;"
     raises(ValueError, text, lambda: fused("LayerNormMLP", 4, 6, out_features=-1))
+    text = r"^LayerNormMLP: intermediate_dim must be a positive int, got \(2, 6\); give"
+    raises(ValueError, text, lambda: fused("LayerNormMLP", 4, (2, 6)))
+    text = (
+        r"^LayerNormDenseGeneral: in_features must be a positive int, got \(4,\); give"
+    )
+    raises(ValueError, text, lambda: fused("LayerNormDenseGeneral", (4,), 6))
+    raises(
+        ValueError, "must be a positive int, got True", lambda: norm("RMSNorm", True)
+    )
+    dropping = {
+        "intermediate_dropout_rate": 0.5,
+        "intermediate_hidden_dropout_dims": (5,),
+    }
+    layer = fused("LayerNormMLP", **dropping)
+    text = (
+        r"_dropout_dims must be dims of x, which has 2, got \(5,\); count them from 0"
+    )
+    raises(ValueError, text, lambda: layer(jnp.ones((2, 4))))
     text = "^LayerNormDenseGeneral: depth_scaling must be .* got 0.0; use None"
     call = lambda: fused("LayerNormDenseGeneral", depth_scaling=0.0)
     raises(ValueError, text, call)
