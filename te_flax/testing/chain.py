@@ -146,7 +146,8 @@ def norm_fwd(
         h, added = h + beta, np.abs(beta)
     radius = unit * (np.abs(factor) * size + added)
     relative = unit * size.max(-1, keepdims=True) if kind == "layernorm" else unit
-    return Norm(Ball(h, radius), Ball(normed, unit * size), rstd, relative)
+    parts = Ball(h, radius), Ball(normed, unit * size)
+    return Norm(*parts, rstd, np.asarray(relative))
 
 
 def norm_bwd(

@@ -8,16 +8,14 @@ wrong format or scale is off. :mod:`te_flax.testing.numerics` derives the bounds
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike
 
+from te_flax.quantize.block import BlockQuantizer
 from te_flax.quantize.mxfp8 import MXFP8Quantizer
-from te_flax.quantize.per_tensor import TensorQuantizer
 from te_flax.testing import oracle
 from te_flax.testing.numerics import Ball
 
 # One rounding of a value to the format, and half of its smallest step at amax = max.
 FORMATS = {"e4m3": (2.0**-4, 2.0**-10 / 224), "e5m2": (2.0**-3, 2.0**-17 / 28672)}
-_BLOCK = 32
 
 
 class Rule(NamedTuple):
@@ -66,13 +64,13 @@ def quantized(x: Ball, quantizer: Any, amax: float | None = None) -> Ball:
         >>> quantized(Ball.exact([[448.0, 17.0]]), TensorQuantizer()).value.tolist()
         [[448.0, 16.0]]
     """
-    decode = {TensorQuantizer: _tensor, MXFP8Quantizer: _mxfp8}[type(quantizer)]
-    width = x.value.shape[-1]
-    if isinstance(quantizer, MXFP8Quantizer):
-        x = Ball(_blocks(x.value), _blocks(x.radius))
-        largest = lambda a: a.max(-1, keepdims=True, initial=0)
-    else:
-        largest = lambda a: np.max(a, initial=0.0) if amax is None else amax
+    decode = _mxfp8 if isinstance(quantizer, MXFP8Quantizer) else _scaled
+    shape, block = x.value.shape, _block(quantizer, x.value.shape)
+    x = Ball(_blocks(x.value, block), _blocks(x.radius, block))
+    fixed = None if amax is None else np.full((1, 1, 1, 1), amax)
+    largest = lambda a: (
+        a.max((1, 3), keepdims=True, initial=0) if fixed is None else fixed
+    )
     size = np.abs(x.value)
     low, mid, high = map(largest, (np.maximum(size - x.radius, 0), size, x.largest))
     value = decode(x.value, mid, quantizer)
@@ -82,10 +80,10 @@ def quantized(x: Ball, quantizer: Any, amax: float | None = None) -> Ball:
         for a in (low, high)
     ]
     radius = np.max([np.abs(end - value) for end in ends], 0)
-    if isinstance(quantizer, TensorQuantizer):  # scales between the two, step by step
-        radius += np.abs(value) * (high - low) / max(low, 1e-30)
-        return Ball(value, radius)
-    flat = lambda a: a.reshape(len(a), -1)[:, :width]
+    if not getattr(quantizer, "power_of_2", True):  # the scales between the two
+        radius += np.abs(value) * (high - low) / np.maximum(low, 1e-30)
+    rows, columns = value.shape[0] * block[0], value.shape[2] * block[1]
+    flat = lambda a: a.reshape(rows, columns)[: shape[0], : shape[1]]
     return Ball(flat(value), flat(radius))
 
 
@@ -115,19 +113,35 @@ def noise(
     return Ball.exact(x.value + error * rng.uniform(-louder, louder, size.shape))
 
 
-def _blocks(x: np.ndarray) -> np.ndarray:
-    """[rows, columns] as [rows, blocks, 32], the last block filled with zeros."""
-    rest = -x.shape[-1] % _BLOCK
-    return np.pad(x, ((0, 0), (0, rest))).reshape(len(x), -1, _BLOCK)
+def _block(quantizer: Any, shape: tuple[int, int]) -> tuple[int, int]:
+    """The rows and columns that share a scale."""
+    if isinstance(quantizer, MXFP8Quantizer):
+        return 1, 32
+    if isinstance(quantizer, BlockQuantizer):
+        return (128 if quantizer.two_dimensional else 1), 128
+    return max(shape[0], 1), max(shape[1], 1)
 
 
-def _tensor(x: np.ndarray, amax: ArrayLike, q: TensorQuantizer) -> np.ndarray:
-    options = {"margin": q.margin, "power_of_2": q.power_of_2, "epsilon": q.epsilon}
+def _blocks(x: np.ndarray, block: tuple[int, int]) -> np.ndarray:
+    """[rows, columns] as [blocks, rows, blocks, columns], filled with zeros."""
+    padded = np.pad(x, [(0, -n % b) for n, b in zip(x.shape, block, strict=True)])
+    rows, columns = (n // b for n, b in zip(padded.shape, block, strict=True))
+    return padded.reshape(rows, block[0], columns, block[1])
+
+
+def _scaled(x: np.ndarray, amax: np.ndarray, q: Any) -> np.ndarray:
+    """Codes under a float32 scale for each block, or for all."""
     scale, scale_inv = oracle.amax_to_scale(
-        np.float32(amax), format=q.format, **options
+        amax.astype(np.float32),
+        format=q.format,
+        margin=getattr(q, "margin", 0),
+        power_of_2=q.power_of_2,
+        epsilon=q.epsilon,
     )
-    codes, _ = oracle.quantize(x, scale, k_ndim=1, row_format=q.format)
-    return codes.astype(np.float64) * np.float64(scale_inv)
+    dtype, largest = oracle.FP8[q.format]
+    product = (x.astype(np.float32).astype(np.float64) * scale).astype(np.float32)
+    codes = np.clip(product, -largest, largest).astype(dtype)
+    return codes.astype(np.float64) * scale_inv.astype(np.float64)
 
 
 def _mxfp8(x: np.ndarray, amax: np.ndarray, q: MXFP8Quantizer) -> np.ndarray:

@@ -5,12 +5,17 @@ import contextlib
 import jax
 import jax.numpy as jnp
 import numpy as np
-from _dense import RECIPES
+from _dense import RECIPES as SCALINGS
 from flax import nnx
 
 import te_flax as te
 from te_flax.testing.formats import Rule
 
+BLOCKS = {
+    "float8_block_scaling": te.Float8BlockScaling(),
+    "block_float32_scales": te.Float8BlockScaling("hybrid", use_f32_scales=True),
+}
+RECIPES = SCALINGS | BLOCKS
 NORMS = {
     "layernorm": {"layernorm_type": "layernorm"},
     "layernorm1p": {"layernorm_type": "layernorm", "zero_centered_gamma": True},

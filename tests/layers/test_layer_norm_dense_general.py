@@ -7,8 +7,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from _dense import RECIPES, data
-from _fused import NORMS, check, context, flat, noisy, options, rules, step, train, wide
+from _dense import data
+from _fused import (
+    NORMS,
+    RECIPES,
+    check,
+    context,
+    flat,
+    noisy,
+    options,
+    rules,
+    step,
+    train,
+    wide,
+)
 from flax import nnx
 
 import te_flax as te
