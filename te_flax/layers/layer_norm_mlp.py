@@ -249,13 +249,15 @@ class LayerNormMLP(nnx.Module):
     def _fused(self, x: Array, key: Array | None, out_sharding):
         """Both GEMMs in one function."""
         wi, wo, norm = self.wi, self.wo, self.norm
-        recipe, px, params = self._operands(x)
+        recipes = resolve(wi.recipe), resolve(wo.recipe)
+        px, params = self._operands(x, recipes)
         dtype = px.dtype.name
+        out_dtype = jnp.dtype(wo.preferred_element_type or dtype).name
         place = [placement(self._axes(i, x.ndim), x.ndim) for i in (1, 2)]
         config = MLPConfig(
             norm=None if norm is None else norm.config(dtype),
-            wi=_gemm.common(wi, recipe, dtype, operand=place[0]),
-            wo=_gemm.common(wo, recipe, dtype, out_sharding, place[1]),
+            wi=_gemm.common(wi, recipes[0], dtype, operand=place[0]),
+            wo=_gemm.common(wo, recipes[1], out_dtype, out_sharding, place[1]),
             activation=cast(ActivationConfig, self.activation),
             dropout_rate=self.intermediate_dropout_rate,
             dropout_dims=self.intermediate_hidden_dropout_dims,
@@ -264,8 +266,11 @@ class LayerNormMLP(nnx.Module):
             ffn1_name=self.ckpt_names[0],
             ffn2_name=self.ckpt_names[1],
         )
-        states = _fp8.gemm_state(recipe, wi.fp8), _fp8.gemm_state(recipe, wo.fp8)
-        for layer, state in zip((wi, wo), states, strict=True):
+        states = (
+            _fp8.gemm_state(recipes[0], wi.fp8),
+            _fp8.gemm_state(recipes[1], wo.fp8),
+        )
+        for layer, recipe, state in zip((wi, wo), recipes, states, strict=True):
             _gemm.record(layer, recipe, state, None)
         y, h, amaxes = layernorm_mlp(
             px if norm is None or px.dtype == jnp.float64 else x,
@@ -274,14 +279,13 @@ class LayerNormMLP(nnx.Module):
             states=states,
             dropout_key=key,
         )
-        for layer, measured in zip((wi, wo), amaxes, strict=True):
+        for layer, recipe, measured in zip((wi, wo), recipes, amaxes, strict=True):
             _fp8.push(recipe, layer.fp8, measured)
         return y, h
 
-    def _operands(self, x: Array):
-        """The recipe, x promoted, and the parameters as the functional takes them."""
+    def _operands(self, x: Array, recipes: tuple) -> tuple[Array, MLPParams]:
+        """Promotes x and the parameters, and shapes them for the functional."""
         wi, wo = self.wi, self.wo
-        recipe = resolve(wi.recipe)
         arrays = {
             "wi": wi.kernel[...],
             "wi_bias": None if wi.bias is None else wi.bias[...],
@@ -290,8 +294,9 @@ class LayerNormMLP(nnx.Module):
         }
         px, *promoted = wi.promote_dtype((x, *arrays.values()), dtype=wi.dtype)
         named = dict(zip(arrays, promoted, strict=True))
-        if recipe:  # kernels are quantized from what they are stored in
-            named |= {"wi": arrays["wi"], "wo": arrays["wo"]}
+        for name, recipe in zip(("wi", "wo"), recipes, strict=True):
+            if recipe:  # kernels are quantized from what they are stored in
+                named[name] = arrays[name]
         lora = _gemm.lora(wi)
         if len(self.activations) == 1:
             named["wi"] = jnp.expand_dims(named["wi"], 1)
@@ -302,10 +307,8 @@ class LayerNormMLP(nnx.Module):
         scale = norm_bias = None
         if self.norm is not None:
             scale, norm_bias = self.norm.parameters()
-        return (
-            recipe,
-            px,
-            MLPParams(scale, norm_bias, **named, wi_lora=lora, wo_lora=_gemm.lora(wo)),
+        return px, MLPParams(
+            scale, norm_bias, **named, wi_lora=lora, wo_lora=_gemm.lora(wo)
         )
 
     def _apart(self, x: Array, key: Array | None, out_sharding):

@@ -314,3 +314,28 @@ def test_jit_equals_eager(recipe):
     with context(recipe):
         got, want = nnx.jit(lambda m, x: m(x))(layer, x), layer(x)
     np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("names", [("gelu",), (jax.nn.gelu,)])
+def test_each_gemm_follows_its_own_recipe(names):
+    layer = mlp(activations=names)
+    layer.eval()
+    x = data((16, 32))
+    want = layer(x)
+    with context("mxfp8"):
+        both = layer(x)
+        layer.wi.recipe = te.HIGH_PRECISION
+        second = layer(x)
+        layer.wo.recipe = te.HIGH_PRECISION
+        neither = layer(x)
+    np.testing.assert_array_equal(neither, want)
+    errors = [float(jnp.abs(y - want).max()) for y in (both, second)]
+    assert errors[0] != errors[1]
+    assert errors[1] > 0
+
+
+def test_preferred_element_type_is_that_of_the_result():
+    layer = mlp(dtype=jnp.bfloat16, preferred_element_type=jnp.float32)
+    for recipe in (None, "mxfp8"):
+        with context(recipe):
+            assert layer(data((16, 32))).dtype == jnp.float32
