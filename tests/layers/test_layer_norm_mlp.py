@@ -195,8 +195,8 @@ class Composition(nnx.Module):
         self.norm.scale[...] = scale + float(ours.norm.zero_centered_gamma)
         if ours.norm.kind == "layernorm":
             self.norm.bias[...] = ours.norm.bias[...]
-        for name in ("wi", "wo"):
-            source = getattr(ours, name)
+        linears = []
+        for source in (ours.wi, ours.wo):
             made = nnx.LinearGeneral(
                 source.in_features,
                 source.out_features,
@@ -207,7 +207,8 @@ class Composition(nnx.Module):
             made.kernel[...] = source.kernel[...]
             if source.use_bias:
                 made.bias[...] = source.bias[...]
-            setattr(self, name, made)
+            linears.append(made)
+        self.wi, self.wo = linears
         self.activations = ours.activations
 
     def __call__(self, x):

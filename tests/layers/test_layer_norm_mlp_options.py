@@ -9,6 +9,7 @@ import pytest
 from _dense import RECIPES, data
 from _fused import context, options
 from flax import nnx
+from jax.ad_checkpoint import print_saved_residuals
 
 import te_flax as te
 from te_flax.testing.numerics import UNIT, close_to
@@ -243,7 +244,7 @@ def saved(layer, x, policy, recipe, capsys):
     fn = lambda state, x: jnp.sum(nnx.merge(graph, state)(x) ** 2)
     fn = jax.checkpoint(fn, policy=policy)
     with context(recipe):
-        jax.ad_checkpoint.print_saved_residuals(fn, state, x)
+        print_saved_residuals(fn, state, x)
     lines = capsys.readouterr().out.splitlines()
     return [line for line in lines if "from the argument" not in line]
 
