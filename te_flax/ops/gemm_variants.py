@@ -122,6 +122,17 @@ SCALINGS = {
 }
 
 
+def _matrix(x: Array, k_ndim: int, last: bool) -> tuple[Array, int, tuple[int, ...]]:
+    """Returns x as a matrix, the axis of its contraction, and the dims that remain.
+
+    XLA's CPU backend lacks the product [k, m] x [k, a, n] in bfloat16.
+    """
+    split = x.ndim - k_ndim if last else k_ndim
+    first, second = x.shape[:split], x.shape[split:]
+    x = x.reshape(math.prod(first), math.prod(second))
+    return x, int(last), first if last else second
+
+
 def _reference(
     *arrays: Array,
     names: tuple[str, ...],
@@ -144,17 +155,15 @@ def _reference(
             data = variant.widen[i](data, scale, k_ndim, last=last)
         elif scaling != "none":
             data = data.astype(jnp.float32)
-        sides.append(
-            (data, range(data.ndim - k_ndim, data.ndim) if last else range(k_ndim))
-        )
-    (lhs, over_lhs), (rhs, over_rhs) = sides
+        sides.append(_matrix(data, k_ndim, last))
+    (lhs, i, rows), (rhs, j, columns) = sides
     acc = lax.dot_general(
         lhs,
         rhs,
-        ((tuple(over_lhs), tuple(over_rhs)), ((), ())),
+        (((i,), (j,)), ((), ())),
         precision=precision if scaling == "none" else "highest",
         preferred_element_type=_accumulator(lhs),
-    )
+    ).reshape(rows + columns)
     for name in variant.factors:
         acc = acc * given[name]
     if "bias" in given:

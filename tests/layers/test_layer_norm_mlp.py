@@ -233,11 +233,6 @@ def test_a_wide_computation_of_a_narrow_x_is_wide_in_both_passes():
     check(got, balls | {"dx": balls["dx"].rounded(jnp.bfloat16)}, balls, None)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=jax.errors.JaxRuntimeError,
-    reason="XLA's CPU backend lacks [k, m] x [k, a, n] in bfloat16",
-)
 def test_a_matrix_of_tokens_in_bfloat16():
     layer = te.LayerNormMLP(8, 16, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
     with context(None):
