@@ -118,7 +118,9 @@ def _row(place: Place) -> Row | None:
 def _difference(module: Any) -> str:
     """What a converted norm computes otherwise than the one before it."""
     source = getattr(module, "converted_from", None)
-    fast = source is not None and dict(source.attributes).get("use_fast_variance")
+    if source is None or source.kind is not nnx.LayerNorm:
+        return ""
+    fast = dict(source.attributes).get("use_fast_variance")
     return "; its variance is not nnx's fast, less exact one" if fast else ""
 
 

@@ -87,7 +87,10 @@ def test_saved_products_are_not_computed_twice(policy, products):
     assert sum(n for name, n in found.items() if name.startswith("te_gemm")) == products
 
 
-@pytest.mark.parametrize("recipe", [None, *RECIPES], ids=lambda r: type(r).__name__)
+EXACT = [None, *RECIPES, te.Float8BlockScaling(), te.NVFP4BlockScaling()]
+
+
+@pytest.mark.parametrize("recipe", EXACT, ids=lambda r: type(r).__name__)
 def test_policies_change_no_bit(recipe):
     layer = te.LayerNormMLP(64, 96, recipe=recipe, rngs=nnx.Rngs(0))
     x = jax.random.normal(jax.random.key(1), (32, 64))
@@ -95,6 +98,7 @@ def test_policies_change_no_bit(recipe):
     want = jax.tree.leaves(jax.jit(plain)(*args))
     for policy in (
         checkpoint_policies.save_quantized("ffn1"),
+        checkpoint_policies.save_quantized(),
         jax.checkpoint_policies.nothing_saveable,
     ):
         fn, args = gradient(layer, x, policy)

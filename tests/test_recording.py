@@ -238,3 +238,22 @@ def test_models_that_nothing_can_be_recorded_of(tmp_path):
     with pytest.raises(ValueError, match=text):
         _train(net, tmp_path / "a.csv", None)
     assert net.up.fp8.record is None
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_what_fused_layers_quantize_is_recorded(tmp_path, fused):
+    """x of each GEMM, though the layer never holds it: norm(x), the activation."""
+    names = "gelu" if fused else nnx.gelu
+    model = te.LayerNormMLP(16, 32, activations=names, rngs=nnx.Rngs(0))
+    x = jax.random.normal(jax.random.key(0), (8, 16))
+    recipe = te.Float8CurrentScaling()
+    with te.record(tmp_path / "run.jsonl", model) as recorder, te.autocast(recipe):
+        model(x)
+        recorder.step()
+    lines = map(json.loads, (tmp_path / "run.jsonl").read_text().splitlines())
+    amax = {row["path"]: row["amax"] for row in lines if row["role"] == "x"}
+    h = model.norm(x)
+    with te.autocast(recipe):
+        mid = nnx.gelu(model.wi(h))
+    assert amax["wi"] == float(jnp.abs(h).max())
+    assert abs(amax["wo"] - float(jnp.abs(mid).max())) < 1e-5

@@ -289,4 +289,12 @@ def _named(config: DenseConfig, x: ScaledTensor | None) -> ScaledTensor:
     x = cast(ScaledTensor, x)
     if x.scaling == "none":
         return x
-    return jax.tree.map(lambda a: checkpoint_name(a, config.checkpoint_name), x)
+    return jax.tree.map(lambda a: _name(a, config.checkpoint_name), x)
+
+
+def _name(a: Array, name: str) -> Array:
+    """Names an array, FP8 by its bytes: what is saved gets rounded, 448 to infinity."""
+    if a.dtype.itemsize > 1:
+        return checkpoint_name(a, name)
+    codes = checkpoint_name(lax.bitcast_convert_type(a, jnp.uint8), name)
+    return lax.bitcast_convert_type(codes, a.dtype)

@@ -128,6 +128,15 @@ def input_axes(
     return (axes[1], axes[0], *axes[2:])
 
 
+def ints(where: str, name: str, value: Any) -> tuple[int, ...]:
+    """Returns a tuple of ints, or raises ValueError."""
+    found = _ints(value)
+    if found is None or isinstance(value, int | np.integer):
+        rule, remedy = "be a tuple of ints", "write (1,) for one"
+        raise ValueError(message(where, name, rule, repr(value), remedy))
+    return found
+
+
 def _ints(value: Any) -> tuple[int, ...] | None:
     """A tuple of ints, or None for anything else."""
     values = (value,) if isinstance(value, (int, np.integer)) else value

@@ -92,8 +92,8 @@ def apply(
     operand = placement(h_axes, x.ndim)
     config = common(layer, recipe, out_dtype, out_sharding, operand)
     state = _fp8.gemm_state(recipe, layer.fp8)
-    record(layer, recipe, state, x if norm is None else None)
     low = lora(layer)
+    keep = return_h or low is not None or layer.fp8.record is not None
     if norm is None:
         # A cast that only widens is exact: quantize the narrow array.
         narrow = recipe and wider(x.dtype, px.dtype) == px.dtype
@@ -117,8 +117,9 @@ def apply(
             norm=norm.config(px.dtype.name),
             config=config,
             state=state,
-            return_layernorm_output=return_h or low is not None,
+            return_layernorm_output=keep,
         )
+    record(layer, recipe, state, x if norm is None else h)
     _fp8.push(recipe, layer.fp8, measured)
     if low is not None and h is not None:
         y = y + low_rank(h, low, layer.lora_scale).astype(y.dtype)

@@ -1,5 +1,6 @@
 """LayerNormDenseGeneral: a norm that writes the quantized operand of a dense layer."""
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,6 +9,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from te_flax import sharding
+from te_flax.errors import message
 from te_flax.layers import _arguments, _gemm
 from te_flax.layers.dense_general import DenseGeneral
 from te_flax.layers.norm import NORMS, ZEROS
@@ -99,7 +101,7 @@ class LayerNormDenseGeneral(DenseGeneral):
         **dense: Any,
     ):
         where = "LayerNormDenseGeneral"
-        _refuse(where, dense, "axis", "input_axes")
+        refuse(where, dense, DenseGeneral, "axis", "input_axes")
         (features,) = _arguments.sizes(where, in_features=in_features)
         self.norm = make_norm(
             where,
@@ -165,9 +167,17 @@ class LayerNormDenseGeneral(DenseGeneral):
         return _arguments.input_axes(where, getattr(self, name), ndim, flipped, name)
 
 
-def _refuse(where: str, given: dict[str, Any], *names: str) -> None:
-    """Arguments of DenseGeneral that have another name here, or one value only."""
-    for name in names:
-        if name in given:
-            remedy = "axis is -1; layernorm_input_axes and dot_input_axes name axes"
-            raise TypeError(f"{where}: {name} is not an argument; {remedy}")
+def refuse(where: str, given: dict[str, Any], layer: type, *own: str) -> None:
+    """Raises TypeError for keywords that the layer inside does not take from here.
+
+    Args:
+        where: the layer that got them.
+        given: its keywords for the layer inside.
+        layer: the layer inside.
+        *own: arguments of the layer inside that have another name here, or one value.
+    """
+    known = sorted(set(inspect.signature(layer).parameters) - {*own, "rngs"})
+    for name in given:
+        if name not in known:
+            rule, remedy = "be an argument of this layer", f"others are {known}"
+            raise TypeError(message(where, name, rule, "a keyword", remedy))

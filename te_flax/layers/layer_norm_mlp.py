@@ -17,10 +17,12 @@ from te_flax import sharding
 from te_flax.errors import message
 from te_flax.functional.activation import ACTIVATIONS, PLAIN, activation
 from te_flax.functional.config import ActivationConfig
+from te_flax.functional.dense import dense, layernorm_dense
 from te_flax.functional.layernorm_mlp import MLPConfig, MLPParams, layernorm_mlp
+from te_flax.functional.lora import low_rank
 from te_flax.layers import _arguments, _fp8, _gemm
 from te_flax.layers.dense_general import DEFAULT_KERNEL_INIT, DenseGeneral
-from te_flax.layers.layer_norm_dense_general import make_norm
+from te_flax.layers.layer_norm_dense_general import make_norm, refuse
 from te_flax.layers.norm import ZEROS
 from te_flax.ops._choice import current as current_kernels
 from te_flax.recipe.context import resolve
@@ -28,6 +30,8 @@ from te_flax.sharding import placement
 from te_flax.typing import Array, Axes, Initializer
 
 _WHERE = "LayerNormMLP"
+CLAMPED = ("clamped_silu", "clamped_linear")
+_OWN = ("axis", "input_axes", "kernel_axes", "bias_axes")
 Activation = str | Callable[[Array], Array]
 
 
@@ -65,7 +69,8 @@ class LayerNormMLP(nnx.Module):
         return_layernorm_output: whether a call returns ``(y, norm(x))``.
         intermediate_dropout_rate: of the activation's result, in [0, 1).
         intermediate_dropout_rng_name: stream of its keys.
-        intermediate_hidden_dropout_dims: dims along which one draw serves all.
+        intermediate_hidden_dropout_dims: dims along which one draw serves all, in the
+            order of the input.
         enable_low_rank_adaptation: whether both maps have a low-rank addition.
         low_rank_adaptation_dim: its rank.
         low_rank_adaptation_alpha: its scale is alpha / rank; None is 1.
@@ -141,6 +146,7 @@ class LayerNormMLP(nnx.Module):
         rngs: nnx.Rngs,
         **dense: Any,
     ):
+        refuse(_WHERE, dense, DenseGeneral, *_OWN)
         features, mid, out = _arguments.sizes(
             _WHERE,
             in_features=in_features,
@@ -196,11 +202,19 @@ class LayerNormMLP(nnx.Module):
         name = "intermediate_dropout_rate"
         rate = _arguments.number(_WHERE, name, rate, 0, 1, "use 0.0 for none")
         self.intermediate_dropout_rate = rate
-        self.intermediate_hidden_dropout_dims = tuple(dims)
+        self.intermediate_hidden_dropout_dims = _arguments.ints(
+            _WHERE, "intermediate_hidden_dropout_dims", dims
+        )
         self.dropout = nnx.data(None)
         if rate > 0:
+            if stream not in rngs and "default" not in rngs:
+                rule, remedy = f"hold the stream {stream!r}", f"add {stream}= to it"
+                raise ValueError(message(_WHERE, "rngs", rule, rngs, remedy))
             self.dropout = nnx.Dropout(
-                rate, broadcast_dims=tuple(dims), rng_collection=stream, rngs=rngs
+                rate,
+                broadcast_dims=self.intermediate_hidden_dropout_dims,
+                rng_collection=stream,
+                rngs=rngs,
             )
 
     def _dropout_key(self, ndim: int, deterministic: bool | None) -> Array | None:
@@ -270,10 +284,11 @@ class LayerNormMLP(nnx.Module):
             _fp8.gemm_state(recipes[0], wi.fp8),
             _fp8.gemm_state(recipes[1], wo.fp8),
         )
-        for layer, recipe, state in zip((wi, wo), recipes, states, strict=True):
-            _gemm.record(layer, recipe, state, None)
+        x = px if norm is None or px.dtype == jnp.float64 else x
+        if wi.fp8.record is not None:
+            _record((wi, wo), recipes, states, _inputs(x, params, config, states))
         y, h, amaxes = layernorm_mlp(
-            px if norm is None or px.dtype == jnp.float64 else x,
+            x,
             params,
             config=config,
             states=states,
@@ -335,6 +350,26 @@ class LayerNormMLP(nnx.Module):
         return _arguments.input_axes(_WHERE, axes, ndim, flipped, name)
 
 
+def _inputs(x: Array, p: MLPParams, config: MLPConfig, states) -> tuple[Array, Array]:
+    """What the two GEMMs read: computed once more, while somebody records it."""
+    gemm = {"config": config.wi, "state": states[0]}
+    if config.norm is None:
+        h, (z, _) = x, dense(x, p.wi, p.wi_bias, **gemm)
+    else:
+        gemm |= {"norm": config.norm, "return_layernorm_output": True}
+        scale = cast(Array, p.scale)
+        z, h, _ = layernorm_dense(x, scale, p.norm_bias, p.wi, p.wi_bias, **gemm)
+    h = cast(Array, h)
+    if p.wi_lora is not None:
+        z = z + low_rank(h, p.wi_lora, config.lora_scale).astype(z.dtype)
+    return h, activation(z, config=config.activation)
+
+
+def _record(layers, recipes, states, inputs: tuple[Array, Array]) -> None:
+    for args in zip(layers, recipes, states, inputs, strict=True):
+        _gemm.record(*args)
+
+
 def _activate(f: Activation, x: Array) -> Array:
     if callable(f):
         return f(x)
@@ -356,11 +391,22 @@ def _activations(value: Any) -> tuple[Activation, ...]:
 
 def _activation_config(names, params: Mapping[str, float]) -> ActivationConfig | None:
     """The fused activation, or None where no op computes it."""
-    allowed = ("limit", "alpha", "offset")
-    for name, value in params.items():
+    clamped = [f for f in names if isinstance(f, str) and f.startswith("clamped")]
+    if clamped and names != CLAMPED:
+        rule, got = f"be {CLAMPED}, where one is clamped", repr(names)
+        raise ValueError(
+            message(_WHERE, "activations", rule, got, "use both, in this order")
+        )
+    if params and not clamped:
+        rule, remedy = f"be empty but for {CLAMPED}", "leave it out"
+        got = repr(params)
+        raise ValueError(message(_WHERE, "activation_params", rule, got, remedy))
+    for name, value in dict(params).items():
+        allowed = ("limit", "alpha", "offset")
         _arguments.choice(_WHERE, "activation_params", name, allowed)
+        low = 0 if name == "limit" else -math.inf
         remedy = "give a finite number"
-        _arguments.number(_WHERE, name, value, -math.inf, math.inf, remedy)
+        _arguments.number(_WHERE, name, value, low, math.inf, remedy)
     if not all(isinstance(f, str) for f in names) or ",".join(names) not in ACTIVATIONS:
         return None
     return dataclasses.replace(ActivationConfig(name=",".join(names)), **dict(params))

@@ -181,7 +181,7 @@ def test_sizes_of_the_block():
     text = "^LayerNormDenseGeneral: depth_scaling must be .* got 0.0; use None"
     call = lambda: fused("LayerNormDenseGeneral", depth_scaling=0.0)
     raises(ValueError, text, call)
-    text = "^LayerNormDenseGeneral: input_axes is not an argument; axis is -1; layern"
+    text = "^LayerNormDenseGeneral: input_axes must be an argument of this layer, got"
     call = lambda: fused("LayerNormDenseGeneral", input_axes=("a", "b"))
     raises(TypeError, text, call)
 
@@ -283,3 +283,41 @@ GATED = te.MLPConfig(activation=te.ActivationConfig(name="silu,linear"))
 
 def params(wi):
     return te.MLPParams(ONES, 0 * ONES, jnp.ones(wi), None, jnp.ones((6, 4)))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"kernel_axes": ("a", "b")}, TypeError, "kernel_axes must be an argument of"),
+        ({"bias": 1}, TypeError, "bias must be an argument of this layer, got a keyw"),
+        ({"axis": 0}, TypeError, "axis must be an argument of this layer, got a keyw"),
+        ({"activations": ("clamped_silu",)}, ValueError, "activations must be .'clamp"),
+        ({"activation_params": {"limit": 1.0}}, ValueError, "activation_params must b"),
+        (
+            {
+                "activations": ("clamped_silu", "clamped_linear"),
+                "activation_params": {"limit": -1.0},
+            },
+            ValueError,
+            "limit must be a finite number >= 0, got -1.0",
+        ),
+        (
+            {"intermediate_hidden_dropout_dims": 1},
+            ValueError,
+            "intermediate_hidden_dropout_dims must be a tuple of ints, got 1",
+        ),
+        (
+            {
+                "intermediate_dropout_rate": 0.5,
+                "intermediate_dropout_rng_name": "other",
+                "rngs": nnx.Rngs(params=0),
+            },
+            ValueError,
+            "rngs must hold the stream 'other'",
+        ),
+    ],
+)
+def test_options_of_the_block(options, error, text):
+    options = {"rngs": nnx.Rngs(0), **options}
+    with pytest.raises(error, match=f"^LayerNormMLP: {text}"):
+        te.LayerNormMLP(8, 16, **options)

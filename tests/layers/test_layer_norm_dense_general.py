@@ -229,5 +229,5 @@ def test_jit_equals_eager(recipe):
 
 def test_an_argument_with_another_name_here_is_refused():
     assert jax.tree.leaves(nnx.state(te.LayerNormDenseGeneral(2, 2, rngs=nnx.Rngs(0))))
-    with pytest.raises(TypeError, match=r"LayerNormDenseGeneral: axis is not an arg"):
+    with pytest.raises(TypeError, match=r"LayerNormDenseGeneral: axis must be an arg"):
         te.LayerNormDenseGeneral(2, 2, axis=0, rngs=nnx.Rngs(0))
