@@ -99,7 +99,7 @@ class LayerNormDenseGeneral(DenseGeneral):
         **dense: Any,
     ):
         where = "LayerNormDenseGeneral"
-        _refuse(where, dense, "axis", "input_axes")
+        refuse(where, dense, "axis", "input_axes")
         ((features,),) = _arguments.features(where, in_features=in_features)
         self.norm = make_norm(
             where,
@@ -165,9 +165,9 @@ class LayerNormDenseGeneral(DenseGeneral):
         return _arguments.input_axes(where, getattr(self, name), ndim, flipped, name)
 
 
-def _refuse(where: str, given: dict[str, Any], *names: str) -> None:
+def refuse(where: str, given: dict[str, Any], *names: str) -> None:
     """Arguments of DenseGeneral that have another name here, or one value only."""
     for name in names:
         if name in given:
-            remedy = "axis is -1; layernorm_input_axes and dot_input_axes name axes"
+            remedy = "axis is -1; layernorm_input_axes and dot*_input_axes name axes"
             raise TypeError(f"{where}: {name} is not an argument; {remedy}")

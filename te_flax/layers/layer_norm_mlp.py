@@ -20,7 +20,7 @@ from te_flax.functional.config import ActivationConfig
 from te_flax.functional.layernorm_mlp import MLPConfig, MLPParams, layernorm_mlp
 from te_flax.layers import _arguments, _fp8, _gemm
 from te_flax.layers.dense_general import DEFAULT_KERNEL_INIT, DenseGeneral
-from te_flax.layers.layer_norm_dense_general import make_norm
+from te_flax.layers.layer_norm_dense_general import make_norm, refuse
 from te_flax.layers.norm import ZEROS
 from te_flax.ops._choice import current as current_kernels
 from te_flax.recipe.context import resolve
@@ -86,7 +86,7 @@ class LayerNormMLP(nnx.Module):
 
     Raises:
         ValueError: an argument is out of range or unknown.
-        TypeError: ``recipe`` is no recipe, or a dtype no float.
+        TypeError: ``recipe`` is no recipe, a dtype no float, or ``axis`` is given.
 
     Example:
         >>> import jax.numpy as jnp, te_flax as te
@@ -141,6 +141,7 @@ class LayerNormMLP(nnx.Module):
         rngs: nnx.Rngs,
         **dense: Any,
     ):
+        refuse(_WHERE, dense, "axis", "input_axes")
         (features,), (mid,), (out,) = _arguments.features(
             _WHERE,
             in_features=in_features,
