@@ -10,6 +10,7 @@ from pathlib import Path
 
 import jax
 import pytest
+from flax import nnx
 
 import te_flax as te
 
@@ -74,15 +75,17 @@ def test_kernel_rules_on_the_pages_are_accepted():
 
 
 RUN = ["README.md", "docs/api.md", "docs/convert.md", "docs/inspect.md"]
+RUN += ["docs/layers.md", "docs/recipes.md"]
 
 
 @pytest.mark.parametrize("page", RUN)
 def test_examples_on_the_pages_run(page):
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.S)
     assert blocks
+    names = {}  # shared: a block may use what the one before it made
     with jax.numpy_dtype_promotion("standard"):
         for block in blocks:
-            exec(compile(block, page, "exec"), {})
+            exec(compile(block, page, "exec"), names)
 
 
 def test_readme_commands_are_one_line_each():
@@ -100,29 +103,59 @@ def test_links_lead_somewhere(page):
             assert (page.parent / target).exists(), f"{page.name} -> {target}"
 
 
-DENSE_GENERAL = [
-    "features",
-    "kernel_init",
-    "kernel_axes",
-    "use_bias",
-    "bias_init",
-    "bias_axes",
-    "enable_low_rank_adaptation",
-    "low_rank_adaptation_dim",
-    "low_rank_adaptation_alpha",
-    "axis",
-    "dtype",
-    "input_axes",
-    "transpose_batch_sequence",
-    "quantization_checkpoint_name",
-]
+LORA = "enable_low_rank_adaptation low_rank_adaptation_dim low_rank_adaptation_alpha "
+NORM = "epsilon layernorm_type zero_centered_gamma scale_init scale_axes "
+FUSED_NORM = f"enable_layernorm {NORM} ln_bias_init ln_bias_axes "
+DENSE = f"kernel_init use_bias bias_init axis dtype transpose_batch_sequence {LORA}"
+DENSE += "quantization_checkpoint_name "
+# Constructor arguments of Transformer Engine's layers.
+TRANSFORMER_ENGINE = {
+    "LayerNorm": NORM + "bias_init bias_axes dtype",
+    "DenseGeneral": DENSE + "features kernel_axes bias_axes input_axes",
+    "LayerNormDenseGeneral": FUSED_NORM
+    + DENSE
+    + "features kernel_axes bias_axes return_layernorm_output layernorm_input_axes "
+    + "dot_input_axes depth_scaling",
+    "LayerNormMLP": FUSED_NORM
+    + DENSE
+    + "intermediate_dim kernel_axes_1 kernel_axes_2 bias_axes_1 bias_axes_2 "
+    + "return_layernorm_output activations activation_params "
+    + "intermediate_dropout_rng_name intermediate_dropout_rate "
+    + "intermediate_hidden_dropout_dims layernorm_input_axes dot_1_input_axes "
+    + "dot_2_input_axes ffn1_ckpt_name ffn2_ckpt_name",
+}
 
 
-@pytest.mark.parametrize("argument", DENSE_GENERAL)
-def test_each_transformer_engine_argument_has_a_row(argument):
+def accepted(layer):
+    """Names of our arguments, those that ``**dense`` hands on included."""
+    own = inspect.signature(getattr(te, layer).__init__).parameters
+    if "dense" not in own:
+        return set(own)
+    dense = set(inspect.signature(te.DenseGeneral.__init__).parameters)
+    return {*own, *dense} - {"axis", "input_axes"}
+
+
+@pytest.mark.parametrize("layer", TRANSFORMER_ENGINE)
+def test_each_transformer_engine_argument_has_a_row(layer):
     page = (ROOT / "docs" / "from_transformer_engine.md").read_text()
-    page = page.split("## DenseGeneral, argument by argument")[1].split("\n## ")[0]
-    (row,) = re.findall(rf"^\| `{argument}` \| (.*) \|$", page, re.M)
-    named = re.findall(r"`(\w+)`", row)
-    accepted = inspect.signature(te.DenseGeneral.__init__).parameters
-    assert row.startswith("left out so far") or named[0] in accepted, row
+    page = page.split(f"## {layer}, argument by argument")[1].split("\n## ")[0]
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", page, re.M))
+    assert sorted(rows) == sorted(TRANSFORMER_ENGINE[layer].split())
+    for argument, row in rows.items():
+        named = re.match(r"`(\w+)`", row)
+        left_out = row.startswith("left out: ") and argument not in accepted(layer)
+        assert left_out or (named and named[1] in accepted(layer)), (argument, row)
+
+
+@pytest.mark.parametrize("layer", ["LayerNormDenseGeneral", "LayerNormMLP"])
+def test_named_arguments_of_the_fused_layers_are_taken(layer):
+    """``**dense`` takes any name; the layer must really take those of the page."""
+    taken = {"transpose_batch_sequence": True, "quantization_checkpoint_name": "own"}
+    made = getattr(te, layer)(8, 8, rngs=nnx.Rngs(0), param_dtype="bfloat16", **taken)
+    assert made.transpose_batch_sequence
+    gemm = getattr(made, "wo", made)
+    assert gemm.quantization_checkpoint_name == "own"
+    assert gemm.kernel.dtype == made.norm.scale.dtype == "bfloat16"
+    for other in ({"axis": 0}, {"input_axes": (None, None)}, {"no_such": 1}):
+        with pytest.raises(TypeError, match=next(iter(other))):
+            getattr(te, layer)(8, 8, rngs=nnx.Rngs(0), **other)

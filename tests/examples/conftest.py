@@ -1,15 +1,10 @@
-"""Makes ``examples`` importable, and builds small IDX folders."""
+"""Builds small IDX folders."""
 
 import gzip
-import sys
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT))  # last, so that an installed te_flax is the one under test
 
 
 @pytest.fixture(autouse=True)
