@@ -176,8 +176,13 @@ def refuse(where: str, given: dict[str, Any], layer: type, *own: str) -> None:
         layer: the layer inside.
         *own: arguments of the layer inside that have another name here, or one value.
     """
-    known = sorted(set(inspect.signature(layer).parameters) - {*own, "rngs"})
+    names = inspect.signature(layer.__init__).parameters.values()
+    options = {p.name for p in names if p.kind is p.KEYWORD_ONLY}
+    known = sorted(options - {*own, "rngs"})
     for name in given:
         if name not in known:
-            rule, remedy = "be an argument of this layer", f"others are {known}"
+            rule, remedy = (
+                "be an argument of this layer",
+                f"further ones are {', '.join(known)}",
+            )
             raise TypeError(message(where, name, rule, "a keyword", remedy))
