@@ -1,10 +1,8 @@
 """LayerNormMLP: the feed-forward block of a transformer as one layer."""
 
-import dataclasses
 import functools
-import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -15,12 +13,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from te_flax import sharding
 from te_flax.errors import message
-from te_flax.functional.activation import ACTIVATIONS, PLAIN, activation
+from te_flax.functional.activation import activation
 from te_flax.functional.config import ActivationConfig
 from te_flax.functional.dense import dense, layernorm_dense
 from te_flax.functional.layernorm_mlp import MLPConfig, MLPParams, layernorm_mlp
 from te_flax.functional.lora import low_rank
-from te_flax.layers import _arguments, _fp8, _gemm
+from te_flax.layers import _activations, _arguments, _fp8, _gemm
+from te_flax.layers._activations import Activation
 from te_flax.layers.dense_general import DEFAULT_KERNEL_INIT, DenseGeneral
 from te_flax.layers.layer_norm_dense_general import make_norm, refuse
 from te_flax.layers.norm import ZEROS
@@ -30,9 +29,7 @@ from te_flax.sharding import placement
 from te_flax.typing import Array, Axes, Initializer
 
 _WHERE = "LayerNormMLP"
-CLAMPED = ("clamped_silu", "clamped_linear")
 _OWN = ("axis", "input_axes", "kernel_axes", "bias_axes")
-Activation = str | Callable[[Array], Array]
 
 
 class LayerNormMLP(nnx.Module):
@@ -153,8 +150,8 @@ class LayerNormMLP(nnx.Module):
             intermediate_dim=intermediate_dim,
             out_features=in_features if out_features is None else out_features,
         )
-        self.activations = _activations(activations)
-        self.activation = _activation_config(self.activations, activation_params)
+        self.activations = _activations.checked(activations)
+        self.activation = _activations.config(self.activations, activation_params)
         self.norm = make_norm(
             _WHERE,
             enable_layernorm,
@@ -371,38 +368,3 @@ def _activate(f: Activation, x: Array) -> Array:
         return f(x)
     config = ActivationConfig(name=f, impl=current_kernels())
     return activation(jnp.expand_dims(x, -2), config=config)
-
-
-def _activations(value: Any) -> tuple[Activation, ...]:
-    """The activations as a tuple, each a known name or a callable."""
-    names = (value,) if isinstance(value, str) or callable(value) else value
-    known = (*PLAIN, "clamped_silu", "clamped_linear")
-    ok = isinstance(names, Sequence) and len(names) > 0
-    if not ok or not all(callable(f) or f in known for f in names):
-        rule = f"be names of {', '.join(known)}, or callables"
-        remedy = 'write ("gelu",), or ("silu", "linear") for a gated one'
-        raise ValueError(message(_WHERE, "activations", rule, repr(value), remedy))
-    return tuple(names)
-
-
-def _activation_config(names, params: Mapping[str, float]) -> ActivationConfig | None:
-    """The fused activation, or None where no op computes it."""
-    clamped = [f for f in names if isinstance(f, str) and f.startswith("clamped")]
-    if clamped and names != CLAMPED:
-        rule, got = f"be {CLAMPED}, where one is clamped", repr(names)
-        raise ValueError(
-            message(_WHERE, "activations", rule, got, "use both, in this order")
-        )
-    if params and not clamped:
-        rule, remedy = f"be empty but for {CLAMPED}", "leave it out"
-        got = repr(params)
-        raise ValueError(message(_WHERE, "activation_params", rule, got, remedy))
-    for name, value in dict(params).items():
-        allowed = ("limit", "alpha", "offset")
-        _arguments.choice(_WHERE, "activation_params", name, allowed)
-        low = 0 if name == "limit" else -math.inf
-        remedy = "give a finite number"
-        _arguments.number(_WHERE, name, value, low, math.inf, remedy)
-    if not all(isinstance(f, str) for f in names) or ",".join(names) not in ACTIVATIONS:
-        return None
-    return dataclasses.replace(ActivationConfig(name=",".join(names)), **dict(params))

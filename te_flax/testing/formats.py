@@ -61,6 +61,7 @@ def quantized(x: Ball, quantizer: Any, amax: float | None = None) -> Ball:
         A ball that holds them all.
 
     Example:
+        >>> from te_flax.quantize.per_tensor import TensorQuantizer
         >>> quantized(Ball.exact([[448.0, 17.0]]), TensorQuantizer()).value.tolist()
         [[448.0, 16.0]]
     """
@@ -102,6 +103,7 @@ def noise(
         A ball of radius 0.
 
     Example:
+        >>> from te_flax.quantize.per_tensor import TensorQuantizer
         >>> rng = np.random.default_rng(0)
         >>> x = noise(Ball.exact([[1.0]]), TensorQuantizer(), rng).value
         >>> bool(0 < abs(x[0, 0] - 1) < 0.07)

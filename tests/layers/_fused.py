@@ -2,6 +2,7 @@
 
 import contextlib
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from _dense import RECIPES as SCALINGS
@@ -25,8 +26,9 @@ NORMS = {
 
 @contextlib.contextmanager
 def context(recipe):
-    """Under a recipe or none."""
-    with te.autocast(RECIPES[recipe] if recipe else te.HIGH_PRECISION):
+    """Under a recipe or none, with the promotion that users have by default."""
+    chosen = RECIPES[recipe] if recipe else te.HIGH_PRECISION
+    with te.autocast(chosen), jax.numpy_dtype_promotion("standard"):
         yield
 
 

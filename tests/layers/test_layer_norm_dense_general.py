@@ -124,7 +124,7 @@ class Composition(nnx.Module):
         self.norm = kind(n, use_fast_variance=False, rngs=rngs)
         centre = float(ours.norm.zero_centered_gamma)
         self.norm.scale[...] = ours.norm.scale[...] + centre
-        if ours.norm.kind == "layernorm":
+        if isinstance(self.norm, nnx.LayerNorm):
             self.norm.bias[...] = ours.norm.bias[...]
         made = nnx.LinearGeneral(
             n, ours.out_features, use_bias=ours.use_bias, rngs=rngs

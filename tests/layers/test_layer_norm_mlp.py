@@ -96,7 +96,7 @@ def make(norm, names, bias, shape, dtype):
         mid,
         out_features=out,
         activations=names,
-        activation_params=PARAMS,
+        activation_params=PARAMS if names[0].startswith("clamped") else {},
         use_bias=bias,
         dtype=dtype,
         rngs=nnx.Rngs(0),
@@ -193,7 +193,7 @@ class Composition(nnx.Module):
         self.norm = cls(n, dtype=dtype, use_fast_variance=False, rngs=rngs)
         scale = ours.norm.scale[...]
         self.norm.scale[...] = scale + float(ours.norm.zero_centered_gamma)
-        if ours.norm.kind == "layernorm":
+        if isinstance(self.norm, nnx.LayerNorm):
             self.norm.bias[...] = ours.norm.bias[...]
         linears = []
         for source in (ours.wi, ours.wo):

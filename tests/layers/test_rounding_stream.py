@@ -41,17 +41,12 @@ def dense(seed=0, **streams):
 
 
 def key(layer):
-    return np.asarray(jax.random.key_data(layer.sr.key[...]))
+    return np.asarray(layer.fp8.rounding[...][:2])
 
 
 def streams(model):
-    """The variables of every rounding stream, by path."""
-    flat = nnx.to_flat_state(nnx.state(model, nnx.RngState))
-    return {
-        p: jax.random.key_data(v[...]) if v.dtype != jnp.uint32 else v[...]
-        for p, v in flat
-        if "sr" in p
-    }
+    """Seed and count of every layer, by path."""
+    return {p: v[...] for p, v in nnx.to_flat_state(nnx.state(model, te.Fp8Rounding))}
 
 
 @nnx.jit
@@ -105,7 +100,7 @@ def test_the_stream_is_seeded_by_its_name():
 def test_no_two_layers_share_a_key(named):
     rngs = nnx.Rngs(0, **named)
     model = nnx.List([layer(rngs=rngs) for layer in LAYERS.values()])
-    keys = [v for path, v in streams(model).items() if path[-1] == "key"]
+    keys = [words[:2] for words in streams(model).values()]
     assert len(keys) == 6
     assert len({np.asarray(k).tobytes() for k in keys}) == 6
 
@@ -152,7 +147,7 @@ def test_a_checkpoint_without_the_stream_leaves_it_alone():
     x, dy = data((16, 32)), data((16, 32), seed=1)
     gradients(model, x, dy)
     before = streams(model)
-    state = nnx.state(saved, nnx.Not(nnx.RngState))
+    state = nnx.state(saved, nnx.Not(te.Fp8Rounding))
     te.restore_state(model, state)
     np.testing.assert_array_equal(model.kernel[...], saved.kernel[...])
     assert all(equal(before.values(), streams(model).values()))
@@ -199,7 +194,7 @@ def test_stacked_layers_draw_differently():
         return te.grad(lambda layer, x: jnp.sum(layer(x) * dy), argnums=1)(layer, x)
 
     model = make(nnx.Rngs(0))
-    assert model.sr.key.shape == (3,)
+    assert model.fp8.rounding.shape == (3, 3)
     with te.autocast(RECIPE):
         found = np.asarray(dx(model, data((16, 32)), data((16, 32), seed=1)))
     assert len({layer.tobytes() for layer in found}) == 3

@@ -109,7 +109,8 @@ def compare(first, turned, recipe):
     [(n, None) for n in LAYERS] + [(n, r) for n in HAS_GEMM for r in RECIPES],
 )
 def test_equals_batch_first_on_one_device(name, recipe):
-    compare(*(train(LAYERS[name], turned, recipe) for turned in (False, True)), recipe)
+    first, second = (train(LAYERS[name], turned, recipe) for turned in (False, True))
+    compare(first, second, recipe)
 
 
 CASES = [
@@ -137,9 +138,11 @@ def test_equals_batch_first_on_eight_devices(name, recipe, sharded, axis_type):
         return jax.device_put(x, NamedSharding(mesh, P("d") if first else P(None, "d")))
 
     with jax.set_mesh(mesh), nnx.logical_axis_rules(rules):
-        runs = [train(LAYERS[name], t, recipe, place) for t in (False, True)]
-    compare(*runs, recipe)
+        first, second = (
+            train(LAYERS[name], turned, recipe, place) for turned in (False, True)
+        )
+    compare(first, second, recipe)
     single = train(LAYERS[name], False, recipe)
-    for got, want in zip(runs[0][1:3], single[1:3], strict=True):
+    for got, want in zip(first[1:3], single[1:3], strict=True):
         share = 0.1 if recipe else 256 * ROUNDING  # codes may flip behind a GEMM
         assert np.linalg.norm(got - want) <= share * np.linalg.norm(want)
