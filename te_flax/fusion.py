@@ -114,8 +114,9 @@ def fused_pair(
         raise ValueError(message("convert", "te.Fuse", rule_, got, remedy))
     rms = isinstance(norm.module, nnx.RMSNorm)
     module: Any = linear.module
+    features = module.in_features
     layer = FUSED(
-        module.in_features,
+        features if isinstance(features, int) else features[0],
         module.out_features,
         layernorm_type="rmsnorm" if rms else "layernorm",
         epsilon=norm.module.epsilon,
