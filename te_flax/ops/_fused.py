@@ -248,18 +248,15 @@ def _declare(family: Family, v: Variant) -> KernelOp:
     if v.scaling == "tensor":
         operands["scale"], dtypes["scale"] = "", (jnp.float32,)
     if v.noop:
-        operands = {"noop": "1"} | operands
-        dtypes["noop"] = (jnp.float32,)
-        operands |= {f"prev_{name}": dims for name, dims in results.items()}
         of = dict.fromkeys(results, (jnp.float32,))
         of |= {"h": FLOATS} | dict.fromkeys(("row", "col"), tuple(FP8.values()))
         of |= dict.fromkeys(("row_scale", "col_scale"), (jnp.uint8,))
-        dtypes |= {f"prev_{name}": of[name] for name in results}
+        operands, dtypes = quantize.with_previous(operands, dtypes, results, of)
     formats = [f"{copy}_format" for copy in v.copies]
     reduced = dict.fromkeys((*family.summed, "dbias"), "sum") | {"amax": "max"}
     return KernelOp(
         name=f"{family.name}{v.suffix}",
-        signature=f"{_text(operands)} -> {_text(results)}",
+        signature=quantize.signature(operands, results),
         reference=_reference(family, v),
         attrs={
             **dict.fromkeys(formats, str),
@@ -286,10 +283,6 @@ def _declare(family: Family, v: Variant) -> KernelOp:
         supports=family.supports,
         cases=tuple(_cases(family, v, operands, formats)),
     )
-
-
-def _text(arrays: Mapping[str, str]) -> str:
-    return ", ".join(f"{name}: {dims}" for name, dims in arrays.items())
 
 
 def _cases(family: Family, v: Variant, operands, formats) -> Iterator[Case]:

@@ -12,6 +12,7 @@ from te_flax.ops import _bits, fp4
 from te_flax.ops._op import Case, KernelOp
 from te_flax.ops.block import BLOCK as FLOAT32_BLOCK
 from te_flax.ops.mxfp8 import BLOCK
+from te_flax.ops.quantize import signature
 from te_flax.ops.nvfp4 import BLOCK as NVFP4_BLOCK
 from te_flax.typing import FLOATS, FP8, Array
 
@@ -121,36 +122,49 @@ def _cases(attrs: dict[str, Any], scale_shape: tuple[int, ...], scale_dtype: Any
             )
 
 
-def _mxfp8_op(
-    copy: str, scale: str, axis: int, scale_shape: tuple[int, ...]
+def _declare(
+    name: str,
+    reference: Any,
+    scales: dict[str, str],
+    dtypes: dict[str, tuple],
+    cases: Any,
+    *,
+    x: str = "M.. K..",
+    **handler: Any,
 ) -> KernelOp:
-    name = f"dequantize_mxfp8_{copy}"
-    reference = functools.partial(_dequantize_mxfp8, axis=axis)
+    """One op over ``data [M.., K..]`` and block scales; ``handler`` as KernelOp's."""
     return KernelOp(
         name=name,
-        signature=f"data: M.. K.., scale: {scale} -> x: M.. K..",
+        signature=signature({"data": "M.. K.."} | scales, {"x": x}),
         reference=functools.partial(_checked, reference, name),
         attrs={"out_dtype": str, "k_ndim": int},
         groups={"K": "k_ndim"},
-        dtypes={"data": _CODES, "scale": (jnp.uint8,)},
+        dtypes=dtypes,
         batch_group="M",
+        cases=tuple(cases),
+        **handler,
+    )
+
+
+def _mxfp8_op(copy: str, scale: str, axis: int, scale_shape: tuple) -> KernelOp:
+    return _declare(
+        f"dequantize_mxfp8_{copy}",
+        functools.partial(_dequantize_mxfp8, axis=axis),
+        {"scale": scale},
+        {"data": _CODES, "scale": (jnp.uint8,)},
+        _cases({"k_ndim": 1}, scale_shape, jnp.uint8),
         handler="dequantize_mxfp8",
         handler_attrs={"axis": axis},
-        cases=tuple(_cases({"k_ndim": 1}, scale_shape, jnp.uint8)),
     )
 
 
 def _block_op(name: str, scale: str, rows: int, scale_shape: tuple) -> KernelOp:
-    reference = functools.partial(_dequantize_block, rows=rows)
-    return KernelOp(
-        name=name,
-        signature=f"data: M.. K.., scale_inv: {scale} -> x: M.. K..",
-        reference=functools.partial(_checked, reference, name),
-        attrs={"out_dtype": str, "k_ndim": int},
-        groups={"K": "k_ndim"},
-        dtypes={"data": _CODES, "scale_inv": (jnp.float32,)},
-        batch_group="M",
-        cases=tuple(_cases({"k_ndim": 1}, scale_shape, jnp.float32)),
+    return _declare(
+        name,
+        functools.partial(_dequantize_block, rows=rows),
+        {"scale_inv": scale},
+        {"data": _CODES, "scale_inv": (jnp.float32,)},
+        _cases({"k_ndim": 1}, scale_shape, jnp.float32),
     )
 
 
@@ -159,28 +173,25 @@ def _nvfp4_op(name: str, scale: str, rows: int, scale_shape: tuple) -> KernelOp:
 
     The two codes of a byte are a dim of their own in the result.
     """
-    reference = functools.partial(_dequantize_nvfp4, rows=rows)
-    return KernelOp(
-        name=name,
-        signature=f"data: M.. K.., scale: {scale}, global_scale: -> x: M.. K.. 2",
-        reference=functools.partial(_checked, reference, name),
-        attrs={"out_dtype": str, "k_ndim": int},
-        groups={"K": "k_ndim"},
-        dtypes={
-            "data": (jnp.uint8,),
-            "scale": (jnp.float8_e4m3fn,),
-            "global_scale": (jnp.float32,),
+    kinds = (jnp.uint8, jnp.float8_e4m3fn, jnp.float32)
+    return _declare(
+        name,
+        functools.partial(_dequantize_nvfp4, rows=rows),
+        {"scale": scale, "global_scale": ""},
+        {
+            n: (t,)
+            for n, t in zip(("data", "scale", "global_scale"), kinds, strict=True)
         },
-        batch_group="M",
-        cases=tuple(
+        (
             Case(
                 out_dtype,
                 ((250, 328), scale_shape, ()),
-                (jnp.uint8, jnp.float8_e4m3fn, jnp.float32),
+                kinds,
                 {"k_ndim": 1, "out_dtype": out_dtype},
             )
             for out_dtype in _OUT_DTYPES
         ),
+        x="M.. K.. 2",
     )
 
 

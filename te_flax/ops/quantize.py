@@ -47,6 +47,37 @@ def _keep(
     return tuple(jnp.where(skip, p, n) for p, n in zip(previous, new, strict=True))
 
 
+def with_previous(
+    operands: Mapping[str, str],
+    dtypes: Mapping[str, tuple],
+    results: Mapping[str, str],
+    of: Mapping[str, tuple],
+) -> tuple[dict[str, str], dict[str, tuple]]:
+    """Adds what a noop variant reads: its flag and the previous results.
+
+    Args:
+        operands: name -> dims.
+        dtypes: operand -> allowed dtypes.
+        results: name -> dims.
+        of: result -> allowed dtypes.
+
+    Returns:
+        Dims and dtypes of all operands.
+    """
+    previous = {f"prev_{n}": dims for n, dims in results.items()}
+    types = {"noop": (jnp.float32,), **dtypes}
+    types |= {f"prev_{n}": of[n] for n in results}
+    return {"noop": "1"} | dict(operands) | previous, types
+
+
+def signature(operands: Mapping[str, str], results: Mapping[str, str]) -> str:
+    """Spells named dims as the signature of a KernelOp."""
+    sides = (
+        ", ".join(f"{n}: {d}" for n, d in side.items()) for side in (operands, results)
+    )
+    return " -> ".join(sides)
+
+
 def declare(
     name: str,
     quantize: Callable[..., tuple[Array, ...]],
@@ -87,14 +118,11 @@ def declare(
     if formats is None:
         formats = tuple(f"{copy}_format" for copy in ("row", "col") if copy in results)
     examples = dict(attrs or {})
-    taken = dict(operands)
+    taken = operands
     if noop:
-        previous = {f"prev_{n}": dims for n, dims in results.items()}
-        taken = {"noop": "1"} | taken | previous
-        of_copy = dict.fromkeys(("row", "col"), codes)
-        of_copy |= dict.fromkeys(_SCALES, (scale_dtype,)) | {"amax": (jnp.float32,)}
-        dtypes = {"noop": (jnp.float32,), **dtypes}
-        dtypes |= {f"prev_{n}": of_copy[n] for n in results}
+        of = dict.fromkeys(("row", "col"), codes)
+        of |= dict.fromkeys(_SCALES, (scale_dtype,)) | {"amax": (jnp.float32,)}
+        taken, dtypes = with_previous(operands, dtypes, results, of)
 
     def reference(*arrays: Array, **attrs: Any) -> tuple[Array, ...]:
         for attr in formats:
@@ -105,12 +133,9 @@ def declare(
         new = quantize(*arrays[1:first], **attrs)
         return _keep(name, tuple(results), arrays[0], arrays[first:], new)
 
-    def text(arrays: Mapping[str, str]) -> str:
-        return ", ".join(f"{n}: {dims}" for n, dims in arrays.items())
-
     return KernelOp(
         name=name,
-        signature=f"{text(taken)} -> {text(results)}",
+        signature=signature(taken, results),
         reference=reference,
         attrs={
             **dict.fromkeys(formats, str),
