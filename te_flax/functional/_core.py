@@ -21,7 +21,7 @@ from te_flax.functional.config import (
 )
 from te_flax.ops._op import cotangent_like
 from te_flax.ops.norm import NORM_BWD, NORM_FWD
-from te_flax.quantize.fused import Produced, produce
+from te_flax.quantize.fused import Produced, produce, quantize_dbias
 from te_flax.quantize.gemm import gemm
 from te_flax.quantize.mailbox import MAILBOX_SIZE, encode
 from te_flax.quantize.quantizer import Quantized
@@ -79,8 +79,28 @@ def normalize_input(
     if norm is None:
         made = quantize_input(config, x, 1, state, backward=backward)
         return made._replace(h=x)
+    made = normalize(
+        config, norm, x, cast(Array, scale), bias, state, backward=backward, h=h
+    )
+    # With the copies saved, these alone would make a policy run the norm again.
+    stats = (checkpoint_name(a, config.checkpoint_name) for a in made.extras)
+    return made._replace(extras=tuple(stats))
+
+
+def normalize(
+    config: DenseConfig,
+    norm: NormConfig,
+    x: Array,
+    scale: Array,
+    bias: Array | None,
+    state: GemmState,
+    *,
+    backward: bool,
+    h: bool,
+) -> Produced:
+    """Runs the norm over the last dim of x, quantized for the GEMM behind it."""
     parameters = (scale,) if norm.kind == "rmsnorm" else (scale, bias)
-    made = produce(
+    return produce(
         config.x,
         NORM_FWD[norm.kind],
         x,
@@ -96,9 +116,6 @@ def normalize_input(
         epsilon=norm.epsilon,
         zero_centered_gamma=norm.zero_centered_gamma,
     )
-    # With the copies saved, these alone would make a policy run the norm again.
-    stats = (checkpoint_name(a, config.checkpoint_name) for a in made.extras)
-    return made._replace(extras=tuple(stats))
 
 
 def multiply(
@@ -151,6 +168,24 @@ def multiply(
         state.key,
     )
     return y, copies.amax, saved
+
+
+def quantize_cotangent(
+    config: DenseConfig, res: GemmResiduals, dy: Array, n_ndim: int, *, dbias: bool
+) -> Produced:
+    """Quantizes dy for both gradient GEMMs, with its sum over the tokens if wanted."""
+    return quantize_dbias(
+        config.dy,
+        dy,
+        k_ndim=n_ndim,
+        rowwise=True,
+        colwise=True,
+        amax=res.dy_amax,
+        dbias=dbias,
+        amax_axes=config.amax_axes,
+        key=shard_key(res.key, dy),
+        impl=config.impl,
+    )
 
 
 def gradients(

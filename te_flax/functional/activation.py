@@ -1,6 +1,7 @@
 """Activations alone, plain and gated."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -46,6 +47,11 @@ def activation(x: Array, *, config: ActivationConfig) -> Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _activation(config, x):
+    return activate(config, x)
+
+
+def activate(config: ActivationConfig, x: Array) -> Any:
+    """The forward pass alone, for functionals with a backward pass of their own."""
     return _run(config, ACT_FWD, x, out_dtype=config.out_dtype or x.dtype.name)
 
 
@@ -65,7 +71,7 @@ def _run(config, family, *arrays, out_dtype: str):
 
 
 def _activation_fwd(config, x):
-    return _activation(config, x), x
+    return activate(config, x), x
 
 
 def _activation_bwd(config, x, dy):

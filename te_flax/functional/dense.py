@@ -8,7 +8,6 @@ import jax
 from te_flax.functional import _core
 from te_flax.functional._checks import check_gemm, check_norm
 from te_flax.functional.config import DenseConfig, GemmState, NormConfig
-from te_flax.quantize.fused import quantize_dbias
 from te_flax.typing import Array
 
 
@@ -160,18 +159,9 @@ def _dense_bwd(static, res, cotangents):
     saved, kept, types = res
     x_type, scale_type, norm_bias_type, kernel_type, bias_type, mail_type = types
     dy, dh_extra, _ = cotangents
-    made = quantize_dbias(
-        config.dy,
-        dy,
-        k_ndim=kernel_type.ndim - k_ndim,
-        rowwise=True,
-        colwise=True,
-        amax=saved.dy_amax,
-        dbias=bias_type is not None,
-        amax_axes=config.amax_axes,
-        key=_core.shard_key(saved.key, dy),
-        impl=config.impl,
-    )
+    n_ndim = kernel_type.ndim - k_ndim
+    with_bias = bias_type is not None
+    made = _core.quantize_cotangent(config, saved, dy, n_ndim, dbias=with_bias)
     dx, dkernel = _core.gradients(
         config,
         saved,

@@ -7,7 +7,7 @@ first GEMM together with its bias gradient.
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +17,8 @@ from jax.ad_checkpoint import checkpoint_name
 from te_flax.errors import message
 from te_flax.functional import _core
 from te_flax.functional._checks import check_dtypes, check_gemm, check_norm
+from te_flax.functional.activation import activate
 from te_flax.functional.config import (
-    IDENTITY,
     ActivationConfig,
     DenseConfig,
     GemmState,
@@ -26,7 +26,7 @@ from te_flax.functional.config import (
 )
 from te_flax.functional.lora import Lora, low_rank
 from te_flax.ops.activation import ACT_BWD, ACT_FWD
-from te_flax.quantize.fused import Produced, produce, quantize_dbias
+from te_flax.quantize.fused import Produced, produce
 from te_flax.typing import Array
 
 
@@ -218,26 +218,10 @@ def _activate(config, z, state, key, h: bool, backward: bool) -> Produced:
             impl=config.wo.impl,
             **config.activation.attrs,
         )
-    made = _plain(config, z)
-    dropped = _drop(config, made, key)
+    plain = dataclasses.replace(config.activation, impl=config.wo.impl, out_dtype=None)
+    dropped = _drop(config, activate(plain, z), key)
     copies = _core.quantize_input(config.wo, dropped, 1, state, backward=backward)
     return copies._replace(h=dropped)
-
-
-def _plain(config, z) -> Any:
-    """The activation without quantization."""
-    made = produce(
-        IDENTITY,
-        ACT_FWD,
-        z,
-        k_ndim=1,
-        rowwise=True,
-        colwise=False,
-        out_dtype=z.dtype.name,
-        impl=config.wo.impl,
-        **config.activation.attrs,
-    )
-    return made.h
 
 
 def _drop(config, x: Array, key: Array) -> Array:
@@ -291,18 +275,8 @@ def _mlp_bwd(config, saved, cotangents):
 def _wo_gradients(config, saved, dy, p):
     """Quantizes dy; gradients of the activation's result and of the second GEMM."""
     wo, lora = config.wo, saved.lora[1]
-    made = quantize_dbias(
-        wo.dy,
-        dy,
-        k_ndim=p.wo.ndim - 1,
-        rowwise=True,
-        colwise=True,
-        amax=saved.wo.dy_amax,
-        dbias=p.wo_bias is not None,
-        amax_axes=wo.amax_axes,
-        key=_core.shard_key(saved.wo.key, dy),
-        impl=wo.impl,
-    )
+    with_bias = p.wo_bias is not None
+    made = _core.quantize_cotangent(wo, saved.wo, dy, p.wo.ndim - 1, dbias=with_bias)
     mid = jax.typeof(saved.z[..., 0, :])  # of the activation's result
     dh, dwo = _core.gradients(wo, saved.wo, made.quantized, 1, mid, p.wo)
     dlora = None

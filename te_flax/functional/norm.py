@@ -6,9 +6,7 @@ import jax
 
 from te_flax.functional import _core
 from te_flax.functional._checks import check_norm
-from te_flax.functional.config import IDENTITY, DenseConfig, NormConfig
-from te_flax.ops.norm import NORM_FWD
-from te_flax.quantize.fused import produce
+from te_flax.functional.config import DenseConfig, GemmState, NormConfig
 from te_flax.typing import Array
 
 
@@ -54,20 +52,9 @@ def _norm(config, x, scale, bias):
 
 
 def _forward(config, x, scale, bias):
-    parameters = (scale,) if bias is None else (scale, bias)
-    made = produce(
-        IDENTITY,
-        NORM_FWD[config.kind],
-        x,
-        *parameters,
-        k_ndim=1,
-        rowwise=True,
-        colwise=False,
-        out_dtype=config.out_dtype or x.dtype.name,
-        impl=config.impl,
-        epsilon=config.epsilon,
-        zero_centered_gamma=config.zero_centered_gamma,
-    )
+    gemm, state = DenseConfig(impl=config.impl), GemmState()
+    arrays = (x, scale, bias)
+    made = _core.normalize(gemm, config, *arrays, state, backward=False, h=True)
     return made.h, made.extras
 
 

@@ -104,6 +104,11 @@ def float_array(where: str, x: Any) -> Any:
     return jnp.asarray(x)
 
 
+def unpromoted(x: Any, px: Any) -> Any:
+    """What a norm reads: x as it came, which it widens itself; no op has float64."""
+    return px if px.dtype == jnp.float64 else x
+
+
 def check_last(where: str, x: Any, features: int, name: str) -> None:
     """Raises ValueError unless the last axis of x holds the features."""
     if x.ndim < 1 or x.shape[-1] != features:

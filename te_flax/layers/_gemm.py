@@ -8,7 +8,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from te_flax.functional.config import QUANTIZED_NAME, GemmState
 from te_flax.functional.dense import dense, layernorm_dense
 from te_flax.functional.lora import Lora, low_rank
-from te_flax.layers import _fp8
+from te_flax.layers import _arguments, _fp8
 from te_flax.ops._choice import current as current_kernels
 from te_flax.recipe.base import Recipe
 from te_flax.recipe.context import resolve
@@ -109,7 +109,7 @@ def apply(
     else:
         scale, norm_bias = norm.parameters()
         y, h, measured = layernorm_dense(
-            px if px.dtype == jnp.float64 else x,
+            _arguments.unpromoted(x, px),
             scale,
             norm_bias,
             kernel if recipe else pkernel,

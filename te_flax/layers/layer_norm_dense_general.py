@@ -22,6 +22,7 @@ def make_norm(
     layernorm_type: str,
     features: int,
     *,
+    epsilon: float,
     scale_init: Initializer | None,
     scale_axes: Axes | None,
     ln_bias_init: Initializer,
@@ -29,6 +30,7 @@ def make_norm(
     **options: Any,
 ) -> Any:
     """The norm in front of a GEMM, or None."""
+    options["epsilon"] = _arguments.epsilon(where, epsilon)
     _arguments.choice(where, "layernorm_type", layernorm_type, tuple(NORMS))
     if not enable:
         return nnx.data(None)
@@ -108,7 +110,7 @@ class LayerNormDenseGeneral(DenseGeneral):
             enable_layernorm,
             layernorm_type,
             features,
-            epsilon=_arguments.epsilon(where, epsilon),
+            epsilon=epsilon,
             zero_centered_gamma=zero_centered_gamma,
             scale_init=scale_init,
             scale_axes=scale_axes,

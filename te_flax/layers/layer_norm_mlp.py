@@ -157,7 +157,7 @@ class LayerNormMLP(nnx.Module):
             enable_layernorm,
             layernorm_type,
             features,
-            epsilon=_arguments.epsilon(_WHERE, epsilon),
+            epsilon=epsilon,
             zero_centered_gamma=zero_centered_gamma,
             scale_init=scale_init,
             scale_axes=scale_axes,
@@ -277,7 +277,7 @@ class LayerNormMLP(nnx.Module):
             _fp8.gemm_state(recipes[0], wi.fp8),
             _fp8.gemm_state(recipes[1], wo.fp8),
         )
-        x = px if norm is None or px.dtype == jnp.float64 else x
+        x = px if norm is None else _arguments.unpromoted(x, px)
         if wi.fp8.record is not None:
             _record((wi, wo), recipes, states, _inputs(x, params, config, states))
         y, h, amaxes = layernorm_mlp(

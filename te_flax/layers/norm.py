@@ -142,7 +142,7 @@ class LayerNorm(nnx.Module):
         # Only what the layer holds takes part: without parameters x keeps its dtype.
         own = [None if p is None else p[...] for p in (self.scale, self.bias)]
         px, *_ = self.promote_dtype((x, *own), dtype=self.dtype)
-        x = px if px.dtype == jnp.float64 else x
+        x = _arguments.unpromoted(x, px)
         return norm(x, scale, bias, config=self.config(px.dtype.name))
 
     def config(self, out_dtype: str) -> NormConfig:

@@ -92,8 +92,7 @@ def produce(
             quantizer,
             family,
             *arrays,
-            how={"rowwise": rowwise, "colwise": colwise, "k_ndim": whole}
-            | ({} if key is None else {"key": key}),
+            how={"rowwise": rowwise, "colwise": colwise, "k_ndim": whole, "key": key},
             dbias=dbias,
             amax_axes=amax_axes,
             **call,
@@ -175,10 +174,8 @@ def quantize_dbias(
         if measured is not None:
             made = made._replace(quantized=made.quantized._replace(amax=measured))
         return made._replace(h=x)
-    if key is not None:
-        how["key"] = key
     sums = token_sum(x, k_ndim) if dbias else None
-    return Produced(quantizer(x, amax=amax, **how), x, sums, ())
+    return Produced(quantizer(x, amax=amax, key=key, **how), x, sums, ())
 
 
 def token_sum(x: Array, k_ndim: int) -> Array:
