@@ -12,8 +12,8 @@ from te_flax.ops import _bits, fp4
 from te_flax.ops._op import Case, KernelOp
 from te_flax.ops.block import BLOCK as FLOAT32_BLOCK
 from te_flax.ops.mxfp8 import BLOCK
-from te_flax.ops.quantize import signature
 from te_flax.ops.nvfp4 import BLOCK as NVFP4_BLOCK
+from te_flax.ops.quantize import signature
 from te_flax.typing import FLOATS, FP8, Array
 
 
