@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 import jax
 import numpy as np
 from jax import lax
+from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jax.sharding import AxisType, Mesh, NamedSharding
@@ -84,7 +85,12 @@ def _native(op, platform, ctx, *args, maps, attrs, impl):
     rule = jax.ffi.ffi_lowering(
         f"te_flax.{op.handler}", operand_output_aliases=aliases or None
     )
-    return rule(ctx, *args, **typed)
+    if platform != "cuda" or op.workspace is None:
+        return rule(ctx, *args, **typed)
+    size = op.workspace(*ctx.avals_in, **dict(attrs))
+    scratch = ShapedArray((size,), np.dtype(np.uint8))
+    ctx = ctx.replace(avals_out=[*ctx.avals_out, scratch])
+    return rule(ctx, *args, **typed)[:-1]
 
 
 def _typed(value):

@@ -78,6 +78,8 @@ class KernelOp:
         handler: FFI target ``te_flax.<handler>``; None has only the reference.
         handler_attrs: fixed attributes added for the handler.
         aliases: operand -> result whose buffer it may share.
+        workspace: ``(*avals, **attrs) -> bytes`` of scratch memory that the CUDA
+            handler gets as its last result; None for handlers without it.
         supports: ``(*avals, **attrs) -> None``, or why the handler cannot serve them.
         cases: example calls.
     """
@@ -97,6 +99,7 @@ class KernelOp:
     handler: str | None = None
     handler_attrs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    workspace: Callable[..., int] | None = None
     supports: Callable[..., str | None] | None = None
     cases: tuple[Case, ...] = ()
     dims: Signature = dataclasses.field(init=False)
