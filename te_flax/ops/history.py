@@ -165,7 +165,5 @@ PUSH_LETTER = KernelOp(
     batch_group="B",
     handler="push_letter",
     aliases={"history": "new_history", "nonfinite": "new_nonfinite"},
-    cases=(
-        Case("batch", ((3, LETTER_SIZE), (3, 1100), (3,)), (*_F32 * 2, *_I32)),
-    ),
+    cases=(Case("batch", ((3, LETTER_SIZE), (3, 1100), (3,)), (*_F32 * 2, *_I32)),),
 )
