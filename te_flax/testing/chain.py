@@ -197,8 +197,9 @@ def gemm_fwd(rule: Rule, x: Ball, kernel: np.ndarray, bias: ArrayLike = 0.0) -> 
 def gemm_bwd(rule: Rule, dy: Ball, x: Ball, kernel: np.ndarray) -> GemmGradients:
     """``dx = dy . kernel^T``, ``dkernel = x^T . dy``, and the sum of dy."""
     dx = rule("dy", dy).dot(rule("kernel", Ball.exact(kernel)).transposed)
-    colwise = rule("dy", dy.transposed).transposed
-    return GemmGradients(dx, rule("x", x.transposed).dot(colwise), dy.total())
+    colwise = rule("dy", dy.transposed, tokens=True).transposed
+    dkernel = rule("x", x.transposed, tokens=True).dot(colwise)
+    return GemmGradients(dx, dkernel, dy.total())
 
 
 def layernorm_dense(
