@@ -183,7 +183,7 @@ def test_report(capsys):
     assert "cpu" in platforms()
     assert ("cuda" in platforms()) == (jax.default_backend() == "gpu")
     assert found["gemm_nn", "cpu"] == Row(
-        "gemm_nn", "cpu", "reference", "the op has no handler"
+        "gemm_nn", "cpu", "reference", "exact upcast and XLA's dot"
     )
     with kernels("amax=reference,gemm_nn=native,gemm_nt=jit"):
         found = {(r.op, r.platform): r for r in rows()}
@@ -204,8 +204,9 @@ def test_report_fits_a_screen(capsys):
     table = capsys.readouterr().out
     assert len(table.splitlines()) <= 36 * len(platforms())
     gemms = sum(op.startswith("gemm_") for op in _choice.REGISTRY)
-    assert f"gemm_* ({gemms}) " in table
-    assert "gemm_nn" not in table
+    if platforms() == ("cpu",):  # a GPU leaves only products without scales to XLA
+        assert f"gemm_* ({gemms}) " in table
+        assert "gemm_nn" not in table
 
 
 def test_rows_are_joined_only_where_equal():
