@@ -1,7 +1,10 @@
 // nanobind module te_flax._cuda: the CUDA handlers as capsules, and what was built.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
 
 #include "common/ffi.h"
+#include "cuda/cublaslt.h"
+#include "cuda/gemm_plan.h"
 
 namespace nb = nanobind;
 
@@ -9,6 +12,7 @@ namespace te_flax::cuda {
 #define X(name, symbol) XLA_FFI_DECLARE_HANDLER_SYMBOL(symbol);
 #include "common/handlers_cuda.def"
 #undef X
+XLA_FFI_DECLARE_HANDLER_SYMBOL(GemmInitialize);
 }  // namespace te_flax::cuda
 
 NB_MODULE(_cuda, m) {
@@ -21,10 +25,14 @@ NB_MODULE(_cuda, m) {
   handlers[#name] = nb::capsule(reinterpret_cast<void*>(te_flax::cuda::symbol));
 #include "common/handlers_cuda.def"
 #undef X
+        nb::dict gemm;
+        gemm["initialize"] = nb::capsule(reinterpret_cast<void*>(te_flax::cuda::GemmInitialize));
+        gemm["execute"] = handlers["gemm"];
+        handlers["gemm"] = gemm;
         return handlers;
       },
       nb::sig("def registrations() -> dict[str, object]"),
-      "Returns the XLA FFI handler of each name, as a capsule.");
+      "Returns the XLA FFI handler of each name: a capsule, or one for each stage.");
   m.def(
       "build_info",
       [] {
@@ -37,4 +45,16 @@ NB_MODULE(_cuda, m) {
       },
       nb::sig("def build_info() -> dict[str, object]"),
       "Returns the te_flax version, the XLA FFI API, nvcc's version and the GPU architectures.");
+  m.def("configure_gemm", &te_flax::cuda::ConfigureGemm, nb::arg("autotune"), nb::arg("cache_file"),
+        "Sets whether algorithms are timed, and the file that keeps them (empty: none). Forgets\n"
+        "those that this process chose.");
+  m.def("set_cublaslt_path", &te_flax::cuda::SetCublasLtPath, nb::arg("path"),
+        "Names the library to load where jax has loaded none and the linker finds none.");
+  m.def(
+      "cublaslt",
+      [] {
+        return nb::make_tuple(te_flax::cuda::CublasLtVersion(), te_flax::cuda::CublasLtProblem());
+      },
+      nb::sig("def cublaslt() -> tuple[int, str]"),
+      "Returns the version of cuBLASLt, such as 130100, or 0 and why it does not load.");
 }

@@ -6,6 +6,7 @@ instruction set that the CPU handlers must use: ``base``, ``avx2`` or ``avx512``
 
 import dataclasses
 import os
+from pathlib import Path
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -15,9 +16,30 @@ class Config:
     Attributes:
         kernels: ``TE_FLAX_KERNELS``, the outermost rules of :func:`te_flax.kernels`:
             a comma list of ``op-glob=auto|native|reference|jit``.
+        autotune: ``TE_FLAX_AUTOTUNE``, "0" to take the first algorithm that cuBLASLt
+            proposes for a product on a GPU, anything else to time the candidates once
+            per shape.
+        cache: ``TE_FLAX_CACHE``, the folder of what this library keeps for the user;
+            empty for ``te_flax`` in ``XDG_CACHE_HOME`` or ``~/.cache``.
     """
 
     kernels: str = ""
+    autotune: str = "1"
+    cache: str = ""
+
+    def cache_folder(self) -> Path | None:
+        """Returns the folder, which may not exist; None without a home directory."""
+        if self.cache:
+            return Path(self.cache)
+        try:
+            base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        except RuntimeError:
+            return None
+        return Path(base, "te_flax")
 
 
-CONFIG = Config(kernels=os.environ.get("TE_FLAX_KERNELS", ""))
+CONFIG = Config(
+    kernels=os.environ.get("TE_FLAX_KERNELS", ""),
+    autotune=os.environ.get("TE_FLAX_AUTOTUNE", "1"),
+    cache=os.environ.get("TE_FLAX_CACHE", ""),
+)

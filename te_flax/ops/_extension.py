@@ -173,7 +173,19 @@ def _load_cuda(info: dict[str, Any]) -> tuple[frozenset[str], str]:
             f"te_flax._cuda is built with CUDA {built['cuda']} and jax runs CUDA "
             f"{plugins[0]}; install te_flax with the nvcc of that version"
         )
+    _configure(module)
     return _register(module, "CUDA"), ""
+
+
+def _configure(module: ModuleType) -> None:
+    """Tells the CUDA module where files are, and whether it may time algorithms."""
+    folder = CONFIG.cache_folder()
+    file = str(folder / "cublaslt.txt") if folder else ""
+    module.configure_gemm(CONFIG.autotune != "0", file)
+    wheels = importlib.util.find_spec("nvidia")  # a namespace: each wheel adds to it
+    for place in (wheels and wheels.submodule_search_locations) or ():
+        for library in sorted(Path(place).glob("*/lib/libcublasLt.so.*")):
+            module.set_cublaslt_path(str(library))
 
 
 @functools.cache
@@ -232,6 +244,30 @@ def _no_image() -> str:
                 f"sm_{capability}; install te_flax with TE_FLAX_CUDA_ARCHS={capability}"
             )
     return ""
+
+
+@functools.cache
+def cublaslt() -> tuple[int, str]:
+    """The cuBLASLt that the GEMM handler calls; never touches a device.
+
+    Returns:
+        Its version, ``10000 * major + 100 * minor + patch``, and an empty string; or 0
+        and why there is none.
+    """
+    if reason := load().reasons.get("cuda"):
+        return 0, reason
+    return sys.modules["te_flax._cuda"].cublaslt()
+
+
+@functools.cache
+def compute_capability() -> int | None:
+    """The lowest compute capability of the local GPUs, such as 90; None without any."""
+    try:
+        devices = jax.local_devices(backend="cuda")
+    except RuntimeError:  # lowering for another machine
+        return None
+    found = [str(d.compute_capability).replace(".", "") for d in devices]
+    return min(map(int, found), default=None)
 
 
 def has(handler: str, platform: str) -> bool:

@@ -38,8 +38,20 @@ def make_leaf(op: "KernelOp") -> Primitive:
     return leaf
 
 
-def why_reference(op: "KernelOp", platform: str, avals, attrs) -> str | None:
-    """Returns why the handler cannot run here, or None if it can."""
+def why_reference(op: "KernelOp", platform: str, avals, attrs, impl: str) -> str | None:
+    """Returns why the handler does not run here, or None if it does.
+
+    Args:
+        op: the op.
+        platform: "cpu" or "cuda".
+        avals: types of the operands; None asks what holds for all.
+        attrs: the static attributes.
+        impl: "auto" also asks what is faster.
+    """
+    if impl == "auto" and op.prefers_reference is not None:
+        why = op.prefers_reference(platform, *(avals or ()), **dict(attrs))
+        if why:
+            return why
     if op.handler is None:
         return "the op has no handler"
     if not _extension.has(op.handler, platform):
@@ -69,7 +81,7 @@ def _reference(op, platform, ctx, *args, maps, attrs, impl, why=None):
 
 
 def _native(op, platform, ctx, *args, maps, attrs, impl):
-    why = why_reference(op, platform, bare_types(ctx.avals_in, maps), attrs)
+    why = why_reference(op, platform, bare_types(ctx.avals_in, maps), attrs, impl)
     if why or impl in ("reference", "jit"):
         params = {"maps": maps, "attrs": attrs, "impl": impl, "why": why}
         return _reference(op, platform, ctx, *args, **params)

@@ -81,6 +81,10 @@ class KernelOp:
         workspace: ``(*avals, **attrs) -> bytes`` of scratch memory that the CUDA
             handler gets as its last result; None for handlers without it.
         supports: ``(*avals, **attrs) -> None``, or why the handler cannot serve them.
+        prefers_reference: ``(platform, *avals, **attrs) -> None``, or why ``auto`` runs
+            the reference though a handler may exist: a measured default. ``native``
+            does not ask. The kernel report calls it with the platform alone, for what
+            holds of all operands.
         cases: example calls.
     """
 
@@ -101,6 +105,7 @@ class KernelOp:
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
     workspace: Callable[..., int] | None = None
     supports: Callable[..., str | None] | None = None
+    prefers_reference: Callable[..., str | None] | None = None
     cases: tuple[Case, ...] = ()
     dims: Signature = dataclasses.field(init=False)
     leaf: Primitive = dataclasses.field(init=False)

@@ -51,7 +51,7 @@ def rows() -> list[Row]:
 def _row(name: str, platform: str, rules: _choice.Rules) -> Row:
     op = _choice.REGISTRY[name]
     glob, chosen = _choice.deciding(name, rules)
-    reason = why_reference(op, platform, None, ())
+    reason = why_reference(op, platform, None, (), chosen)
     if chosen == "reference":
         return Row(name, platform, "reference", f"{glob}=reference was asked for")
     if chosen == "jit":

@@ -12,7 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from te_flax.ops import dequantize
+from te_flax.ops import dequantize, gemm_cuda
 from te_flax.ops._op import Case, KernelOp
 from te_flax.ops._plan import MeshAxes, Plan
 from te_flax.typing import FLOATS, FP8, Array
@@ -249,15 +249,17 @@ def _declare(orientation: str, scaling: str, with_bias: bool) -> KernelOp:
         operands["bias"] = "N.."
         dtypes["bias"] = _WIDE
     signature = ", ".join(f"{name}: {dims}" for name, dims in operands.items())
+    fixed: dict[str, Any] = {"orientation": orientation, "scaling": scaling}
+    named = {"names": tuple(operands), **fixed}
     return KernelOp(
         name=f"gemm_{orientation}{variant.suffix}{'_bias' if with_bias else ''}",
         signature=f"{signature} -> out: B.. N..",
-        reference=functools.partial(
-            _reference,
-            names=tuple(operands),
-            orientation=orientation,
-            scaling=scaling,
-        ),
+        reference=functools.partial(_reference, **named),
+        handler="gemm",
+        handler_attrs={**fixed, "bias": with_bias},
+        workspace=functools.partial(gemm_cuda.workspace, **named),
+        supports=functools.partial(gemm_cuda.supports, **named),
+        prefers_reference=gemm_cuda.prefers_reference(scaling),
         attrs={
             "k_ndim": int,
             "out_dtype": str,

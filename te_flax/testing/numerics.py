@@ -168,6 +168,36 @@ def gemm_bound(
     return error + output_rounding(exact, error, dtype)
 
 
+def gemm_cuda_bound(
+    size: ArrayLike, k: int, exact: ArrayLike, dtype: DTypeLike, *, mode: str
+) -> np.ndarray:
+    """Bounds a GEMM on the GPU, whose tensor cores keep few bits and truncate.
+
+    ``"fast"`` FP8 accumulation: ``ceil(K / 32) 2^-14 sum |a||b|``; ``"split"``, with
+    128 products at a time: ``(4 2^-14 + K 2^-24) sum |a||b|``; ``"wide"``, of 16-bit
+    operands: ``K 2^-23 sum |a||b|``, twice the bound of rounded sums.
+
+    Args:
+        size: ``sum |a| |b|`` of every element, with the bias, in float64.
+        k: number of products in an element.
+        exact: the result in float64.
+        dtype: of the result.
+        mode: "fast", "split" or "wide".
+
+    Returns:
+        The bound of every element, with the scales, the bias and the last rounding.
+
+    Example:
+        >>> float(gemm_cuda_bound(2.0**14, 32, 0.0, np.float32, mode="fast")) > 1
+        True
+    """
+    low = {"fast": -(-k // 32), "split": 4, "wide": 0}[mode]
+    count = {"fast": 0, "split": k, "wide": 2 * k}[mode]
+    size = np.asarray(size, np.float64)
+    error = low * 2.0**-14 * size + sum_bound(count, size, 3)
+    return error + output_rounding(exact, error, dtype)
+
+
 def activation_bound(
     size: ArrayLike,
     argument: ArrayLike,
