@@ -113,7 +113,6 @@ __device__ inline void StoreColumns(const Outputs& out, const Lane& at, const Mx
 // kSumRows rows; theirs are fewer where packs of h that wait in shared memory would not fit.
 template <class Source>
 struct Mxfp8Shape {
-  static constexpr bool kWaits = Source::kLoads < kLaneRows;
   // Slices that wait together. Two of float32 would not fit: they are made twice.
   static constexpr int kHeld = Source::kType == Float::kF32 ? 1 : Source::kSlices;
   static constexpr int kWarps = Source::kType == Float::kF32 || Source::kSlices > 1 ? 4 : 8;
@@ -166,7 +165,7 @@ __device__ inline void ConsumeMxfp8(const Outputs& out, const Lane& at, const Mx
   if (HasCol<copies>(out)) StoreColumns<kFull>(out, at, slice, packs, columns);
 }
 
-// The packs of one lane, made one group of loads after the other, wait in shared memory.
+// The packs of one lane, made one after the other, wait in shared memory.
 template <class Source>
 using Waiting = Pack<Source::kType>[kLaneRows][Mxfp8Shape<Source>::kThreads];
 
@@ -174,26 +173,14 @@ template <class Source>
 __device__ inline void MakeWaiting(const Source& source, const Outputs& out, const Lane& at,
                                    int first_slice,
                                    Waiting<Source> (&waiting)[Mxfp8Shape<Source>::kHeld]) {
-  const typename Source::Columns columns = source.Begin(at);
-#pragma unroll 1
-  for (int first = 0; first < kLaneRows; first += Source::kLoads) {
-    typename Source::Raw raws[Source::kLoads];
+  WalkLane(source, out, at, [&](int i, const Position&, Pack<Source::kType>(&h)[Source::kSlices]) {
 #pragma unroll
-    for (int i = 0; i < Source::kLoads; ++i) {
-      source.Load(PositionOf<false>(at, first + i, out), &raws[i]);
+    for (int s = 0; s < Source::kSlices; ++s) {
+      const int held = s - first_slice;
+      if (held < 0 || held >= Mxfp8Shape<Source>::kHeld) continue;
+      waiting[held][i][threadIdx.x] = h[s];
     }
-#pragma unroll
-    for (int i = 0; i < Source::kLoads; ++i) {
-      Pack<Source::kType> h[Source::kSlices];
-      MakeAt(source, columns, PositionOf<false>(at, first + i, out), raws[i], out, h);
-#pragma unroll
-      for (int s = 0; s < Source::kSlices; ++s) {
-        const int held = s - first_slice;
-        if (held < 0 || held >= Mxfp8Shape<Source>::kHeld) continue;
-        waiting[held][first + i][threadIdx.x] = h[s];
-      }
-    }
-  }
+  });
 }
 
 // One warp's tile of a plain quantizer: x stays in registers.

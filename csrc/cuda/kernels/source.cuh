@@ -5,8 +5,9 @@
 // A Source has
 //   kType      the dtype of h
 //   kSlices    the packs of h that one position makes, one in each slice
-//   kLoads     positions whose loads are in flight together: 1, 2, 4 or 8. Below 8 the positions
-//              are a loop, so that a long Make is compiled once.
+//   kLoads     positions whose loads are issued together: 1, 2, 4 or 8. Below 8 the positions are a
+//              loop, so that a long Make is compiled kLoads times, and the next group is fetched
+//              while one is made.
 //   kFused     false: neither h nor column sums are asked for, no code for them
 //   Columns    what a thread keeps for its 8 columns, made once by Begin(at)
 //   Raw        what Load(at, &raw) fetches for one position; all loads of a group come first
@@ -116,6 +117,38 @@ __device__ inline void MakeAt(const Source& source, const typename Source::Colum
         const int64_t index = (at.m * Source::kSlices + s) * out.k + at.k;
         h[s].Store(out.h, index, at.valid, at.aligned);
       }
+    }
+  }
+}
+
+// Calls visit(i, at, h) for the positions of a lane. The loads of one group are in flight while the
+// group before it is made.
+template <class Source, typename Visit>
+__device__ inline void WalkLane(const Source& source, const Outputs& out, const Lane& lane,
+                                Visit visit) {
+  constexpr int kLoads = Source::kLoads;
+  using Raw = typename Source::Raw;
+  Raw ahead[kLoads];
+#pragma unroll
+  for (int i = 0; i < kLoads; ++i) source.Load(PositionOf<false>(lane, i, out), &ahead[i]);
+  const typename Source::Columns columns = source.Begin(lane);
+#pragma unroll 1
+  for (int first = 0; first < kLaneRows; first += kLoads) {
+    Raw raws[kLoads];
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) raws[i] = ahead[i];
+    if (first + kLoads < kLaneRows) {
+#pragma unroll
+      for (int i = 0; i < kLoads; ++i) {
+        source.Load(PositionOf<false>(lane, first + kLoads + i, out), &ahead[i]);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      const Position at = PositionOf<false>(lane, first + i, out);
+      Pack<Source::kType> h[Source::kSlices];
+      MakeAt(source, columns, at, raws[i], out, h);
+      visit(first + i, at, h);
     }
   }
 }

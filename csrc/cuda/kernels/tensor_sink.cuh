@@ -128,38 +128,26 @@ __global__ void __launch_bounds__(kTileThreads) TensorTileKernel(Source source, 
                                       : left < kPack ? left
                                                      : kPack)};
   const float scale = copies == Copies::kAny && out.scale == nullptr ? 1.0f : __ldg(out.scale);
-  const typename Source::Columns columns = source.Begin(lane);
   Amax seen;
   LaneSums sums[kSlices];
-#pragma unroll 1
-  for (int first = 0; first < kLaneRows; first += Source::kLoads) {
-    typename Source::Raw raws[Source::kLoads];
+  WalkLane(source, out, lane, [&](int i, const Position& at, Pack<Source::kType>(&h)[kSlices]) {
 #pragma unroll
-    for (int i = 0; i < Source::kLoads; ++i) {
-      source.Load(PositionOf<false>(lane, first + i, out), &raws[i]);
-    }
-#pragma unroll
-    for (int i = 0; i < Source::kLoads; ++i) {
-      const Position at = PositionOf<false>(lane, first + i, out);
-      Pack<Source::kType> h[kSlices];
-      MakeAt(source, columns, at, raws[i], out, h);
-#pragma unroll
-      for (int s = 0; s < kSlices; ++s) {
-        float v[kPack];
-        ScalePack(h[s], scale, &seen, v);
-        if constexpr (Source::kFused) sums[s].Add(h[s]);
-        uint2 codes = Encode8(v, out.col_format);
-        if (HasCol<copies>(out)) {
-          const int r = row + 4 * (first + i);
-          *reinterpret_cast<uint2*>(&tile[s][r][(column / 4) ^ (r / 16 * 4)]) = codes;
-        }
-        if (HasRow<copies>(out)) {
-          if (out.row_format != out.col_format) codes = Encode8(v, out.row_format);
-          StoreCodes(out.row + (at.m * kSlices + s) * out.k + at.k, codes, at.valid, at.aligned);
-        }
+    for (int s = 0; s < kSlices; ++s) {
+      float v[kPack];
+      ScalePack(h[s], scale, &seen, v);
+      if constexpr (Source::kFused) sums[s].Add(h[s]);
+      if (!HasCol<copies>(out) && !HasRow<copies>(out)) continue;
+      uint2 codes = Encode8(v, out.col_format);
+      if (HasCol<copies>(out)) {
+        const int r = row + 4 * i;
+        *reinterpret_cast<uint2*>(&tile[s][r][(column / 4) ^ (r / 16 * 4)]) = codes;
+      }
+      if (HasRow<copies>(out)) {
+        if (out.row_format != out.col_format) codes = Encode8(v, out.row_format);
+        StoreCodes(out.row + (at.m * kSlices + s) * out.k + at.k, codes, at.valid, at.aligned);
       }
     }
-  }
+  });
   if (HasCol<copies>(out)) {
     __syncthreads();
 #pragma unroll
