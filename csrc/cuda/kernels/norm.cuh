@@ -25,8 +25,6 @@ __device__ inline float FmaFtz(float a, float b, float c) {
   return sum;
 }
 
-__device__ inline float QuietFloat(float x) { return x == x ? x : __uint_as_float(kQuietNan); }
-
 // An array of any type. `aligned`: 16-byte accesses wherever a pack is whole.
 struct Array {
   const void* data;
@@ -338,7 +336,7 @@ template <Float in, Float out>
 struct NormSource {
   static constexpr Float kType = out;
   static constexpr int kSlices = 1;
-  static constexpr int kLoads = 4;
+  static constexpr int kLoads = in == Float::kF32 ? 2 : 4;
   static constexpr bool kFused = true;
   using Columns = Parameters;
   struct Raw {
