@@ -91,8 +91,8 @@ class Family:
         replicated: dims that the kernel must see whole.
         handler: FFI target.
         handler_attrs: fixed attributes for it.
-        workspace: ``(*operand avals, **attrs) -> bytes`` of scratch memory that the
-            CUDA handler takes besides that for dbias; None for none.
+        workspace: ``(variant, *operand avals, **attrs) -> bytes`` of scratch memory
+            that the CUDA handler takes besides that for dbias; None for none.
         supports: ``(*avals, **attrs) -> None`` or why the handler cannot serve them.
         variants: the variants that exist.
         examples: case name -> (sizes of single dims, attributes) of small calls.
@@ -262,7 +262,7 @@ def _workspace(family: Family, v: Variant) -> Callable[..., int] | None:
         rows, width = math.prod(shape[:split]), math.prod(shape[split:])
         found = 4 * -(-rows // _SUM_ROWS) * width if v.dbias else 0
         if family.workspace is not None:
-            found += family.workspace(*own, k_ndim=k_ndim, **attrs)
+            found += family.workspace(v, *own, k_ndim=k_ndim, **attrs)
         return found
 
     return size

@@ -2,6 +2,7 @@
 
 import functools
 import math
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +10,7 @@ from jax import lax
 
 from te_flax.errors import message
 from te_flax.ops import _bits
-from te_flax.ops._fused import Family, variants
+from te_flax.ops._fused import Family, Variant, variants
 from te_flax.typing import FLOATS, Array
 
 KINDS = ("layernorm", "rmsnorm")
@@ -122,6 +123,21 @@ def _backward(
     return ((dx * rstd).reshape(x.shape), *shaped)
 
 
+def _scratch(kind: str, v: Variant, dy: Any, *_: Any, k_ndim: int, **attrs: Any) -> int:
+    """Bytes: dx where only its codes are returned, and partial sums over the tokens.
+
+    The sums of 128 groups of tokens or more, whatever the GPU: one order of all sums.
+    """
+    split = dy.ndim - k_ndim
+    m, k = math.prod(dy.shape[:split]), math.prod(dy.shape[split:])
+    groups = min(m, max(128, min(512, 2**21 // max(k, 1))))
+    sums = 4 * groups * k * (2 if kind == "layernorm" else 1)
+    if v.h:
+        return sums
+    dx = m * k * np.dtype(attrs["out_dtype"]).itemsize
+    return -(-dx // 256) * 256 + sums
+
+
 def _declare(kind: str, direction: str) -> Family:
     layernorm = kind == "layernorm"
     parameters = {"gamma": "K.."} | ({"beta": "K.."} if layernorm else {})
@@ -146,6 +162,7 @@ def _declare(kind: str, direction: str) -> Family:
         replicated=("K",),
         handler=f"norm_{direction}",
         handler_attrs={"kind": kind},
+        workspace=None if forward else functools.partial(_scratch, kind),
         variants=variants(),
         examples={"ragged": ({}, values)},
     )

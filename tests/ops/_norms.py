@@ -15,6 +15,15 @@ FAMILIES = {f.name: f for f in (*NORM_FWD.values(), *NORM_BWD.values())}
 KINDS = tuple(NORM_FWD)
 # x, then gamma, beta and dy.
 DTYPES = ((F32, F32), (BF16, F32), (F16, F16), (F32, BF16), (BF16, F16))
+OUTS = (F32, BF16, BF16, F32, BF16)  # of dx, which goes beyond float16
+NOT_FINITE = {  # the first values of a row whose h is NaN
+    "nan": [np.nan, 1.0],
+    "negative_nan": [-np.nan, 1.0],
+    "inf": [np.inf, 1.0],
+    "both_infs": [np.inf, -np.inf],
+    "largest": [3e38, -3e38],
+    "overflowing_squares": [2e19, -1e19],
+}
 
 
 class Exact(NamedTuple):
@@ -54,6 +63,17 @@ def forward_bound(found: Exact, dtype) -> np.ndarray:
     """Of h."""
     k, factor = found.h.shape[-1], np.abs(found.scale)
     return norm_bound(found.size, k, found.h, dtype, factor=factor)
+
+
+def hard(k: int) -> np.ndarray:
+    """Rows that a careless mean, variance or sum gets wrong."""
+    rng = np.random.default_rng(k)
+    normal = rng.standard_normal((5, k))
+    near = 4e4 + normal * np.array([[0.0], [0.004], [0.05], [1.0], [100.0]])
+    growing = np.linspace(1, 2, k) * 10.0 ** np.arange(-8, 8)[:, None]
+    lone = np.where(np.arange(k) == k // 2, 3e4, 1e-3)[None]
+    signs = np.where(rng.uniform(size=(2, k)) < 0.5, -1.0, 1.0) * [[1e3], [0.1]]
+    return np.concatenate([near, -near, growing, lone, -lone, signs]).astype(F32)
 
 
 class Gradients(NamedTuple):

@@ -9,11 +9,14 @@ from _norms import (
     EPSILON,
     FAMILIES,
     KINDS,
+    NOT_FINITE,
+    OUTS,
     attributes,
     draw,
     exact,
     forward_bound,
     gradients,
+    hard,
     plain,
     stats_bounds,
 )
@@ -49,7 +52,6 @@ SHAPES = (  # M.., K..
     *[((5, 14), (4, 16)), ((0,), (33,)), ((33,), (0,)), ((), (40,))],
 )
 LENGTHS = (1, 19, 111, 1024, 4097)
-OUTS = (F32, BF16, BF16, F32, BF16)  # dx goes beyond float16
 
 
 @native
@@ -114,17 +116,6 @@ def test_many_tiles(family, scaling, m, k):
     same_results(found, expected(scaling, found["h"], 1) | want)
     less = results(HANDLERS[-2], family, v._replace(h=False), own, attrs)
     same_results(less, found)
-
-
-def hard(k: int) -> np.ndarray:
-    """Rows that a careless mean, variance or sum gets wrong."""
-    rng = np.random.default_rng(k)
-    normal = rng.standard_normal((5, k))
-    near = 4e4 + normal * np.array([[0.0], [0.004], [0.05], [1.0], [100.0]])
-    growing = np.linspace(1, 2, k) * 10.0 ** np.arange(-8, 8)[:, None]
-    lone = np.where(np.arange(k) == k // 2, 3e4, 1e-3)[None]
-    signs = np.where(rng.uniform(size=(2, k)) < 0.5, -1.0, 1.0) * [[1e3], [0.1]]
-    return np.concatenate([near, -near, growing, lone, -lone, signs]).astype(F32)
 
 
 @each_kind
@@ -283,23 +274,13 @@ def test_a_constant_row_gives_beta(run):
         same_bits(h, np.broadcast_to(beta, x.shape))
 
 
-SPECIAL = {
-    "nan": [np.nan, 1.0],
-    "negative_nan": [-np.nan, 1.0],
-    "inf": [np.inf, 1.0],
-    "both_infs": [np.inf, -np.inf],
-    "largest": [3e38, -3e38],
-    "overflowing_squares": [2e19, -1e19],
-}
-
-
 @each_kind
 def test_rows_that_are_not_finite_are_nan(kind):
     """With a NaN, an Inf, or squares that overflow; the other rows do not notice."""
     k = 40
-    rows = np.random.default_rng(0).standard_normal((len(SPECIAL), k)).astype(F32)
+    rows = np.random.default_rng(0).standard_normal((len(NOT_FINITE), k)).astype(F32)
     x = np.concatenate([rows, rows, rows[:1] * 1e18])
-    for i, special in enumerate(SPECIAL.values()):
+    for i, special in enumerate(NOT_FINITE.values()):
         x[i, 3:5] = special
     parameters = [np.ones(k, F32)] * (1 + (kind == "layernorm"))
     attrs = attributes(NORM_FWD[kind], (k,), F32)

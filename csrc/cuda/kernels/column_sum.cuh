@@ -63,7 +63,7 @@ __global__ void __launch_bounds__(kJoinColumns* kRows)
   if (threadIdx.y != 0 || column >= width) return;
 #pragma unroll
   for (int r = 1; r < kRows; ++r) sum = AddFtz(sum, sums[r][threadIdx.x]);
-  result[column] = sum;
+  result[column] = QuietFloat(sum);
 }
 
 }  // namespace te_flax::cuda

@@ -37,6 +37,8 @@ __device__ inline float MulFtz(float a, float b) {
   return product;
 }
 
+__device__ inline float QuietFloat(float x) { return x == x ? x : __uint_as_float(kQuietNan); }
+
 // A variant that must do nothing has noop[0] != 0 (a subnormal counts as 0).
 __device__ inline bool Skips(const uint32_t* noop) {
   return noop != nullptr && (noop[0] & kAbs) >= kMinNormal;

@@ -1,0 +1,369 @@
+// LayerNorm and RMSNorm of the rows of a matrix: statistics and h. Raw pointers, no XLA or nanobind
+// includes.
+//
+// Every operation is one rounding, spelled out, with subnormals as zeros of their sign: the same
+// row gives the same bits in every kernel. A sum over a row takes a fixed tree that only the length
+// of the row decides.
+#ifndef TE_FLAX_CUDA_KERNELS_NORM_CUH_
+#define TE_FLAX_CUDA_KERNELS_NORM_CUH_
+
+#include "cuda/kernels/amax.cuh"
+#include "cuda/kernels/column_sum.cuh"
+#include "cuda/kernels/source.cuh"
+
+namespace te_flax::cuda {
+
+__device__ inline float SubFtz(float a, float b) {
+  float difference;
+  asm("sub.rn.ftz.f32 %0, %1, %2;" : "=f"(difference) : "f"(a), "f"(b));
+  return difference;
+}
+
+__device__ inline float FmaFtz(float a, float b, float c) {
+  float sum;
+  asm("fma.rn.ftz.f32 %0, %1, %2, %3;" : "=f"(sum) : "f"(a), "f"(b), "f"(c));
+  return sum;
+}
+
+// An array of any type. `aligned`: 16-byte accesses wherever a pack is whole.
+struct Array {
+  const void* data;
+  Float dtype;
+  bool aligned;
+};
+
+// Loads eight elements as `dtype`, which is the type of x or float32.
+template <Float dtype>
+__device__ inline void LoadAs(const Array& x, int64_t index, int valid, Pack<dtype>* pack) {
+  if constexpr (dtype == Float::kF32) {
+    const auto widen = [&](auto narrow) {
+      narrow.Load(x.data, index, valid, x.aligned);
+#pragma unroll
+      for (int j = 0; j < kPack; ++j) pack->words[j] = narrow.Bits(j);
+    };
+    if (x.dtype == Float::kBf16) return widen(Pack<Float::kBf16>());
+    if (x.dtype == Float::kF16) return widen(Pack<Float::kF16>());
+  }
+  pack->Load(x.data, index, valid, x.aligned);
+}
+
+// Eight elements of gamma or beta, `add` added; -0 changes none, and stands for a missing array.
+__device__ inline void LoadParameter(const Array& x, int64_t index, int valid, float add,
+                                     float (&v)[kPack]) {
+  Pack<Float::kF32> pack;
+  if (x.data != nullptr) LoadAs(x, index, valid, &pack);
+#pragma unroll
+  for (int j = 0; j < kPack; ++j) {
+    v[j] = x.data == nullptr ? -0.0f : AddFtz(__uint_as_float(pack.words[j]), add);
+  }
+}
+
+// gamma and beta of eight columns.
+struct Parameters {
+  float gamma[kPack];
+  float beta[kPack];
+
+  __device__ Parameters(const Array& of_gamma, float centre, const Array& of_beta, int64_t column,
+                        int valid) {
+    LoadParameter(of_gamma, column, valid, centre, gamma);
+    LoadParameter(of_beta, column, valid, -0.0f, beta);
+  }
+};
+
+// v rounded once; every NaN is the positive quiet one.
+template <Float dtype>
+__device__ inline Pack<dtype> Rounded(const float (&v)[kPack]) {
+  Pack<dtype> h;
+  h.Round(v);
+  if (h.Abs().Largest() <= kInf) return h;
+#pragma unroll
+  for (int j = 0; j < kPack; ++j) {  // rare
+    if ((h.Bits(j) & kAbs) <= kInf) continue;
+    if constexpr (dtype == Float::kF32) {
+      h.words[j] = kQuietNan;
+    } else {
+      constexpr uint32_t kNan = dtype == Float::kBf16 ? 0x7fc0u : 0x7e00u;
+      h.words[j / 2] = (h.words[j / 2] & 0xffffu << 16 * (1 - j % 2)) | kNan << 16 * (j % 2);
+    }
+  }
+  return h;
+}
+
+// Rounds v, stores the first `valid` elements and joins them to `seen`.
+template <Float dtype>
+__device__ inline void StoreRounded(void* to, int64_t index, const float (&v)[kPack], int valid,
+                                    bool aligned, Amax* seen) {
+  Pack<dtype> h = Rounded<dtype>(v);
+  if (valid < kPack) h.Keep(valid);
+  h.Store(to, index, valid, aligned);
+  seen->Join(h.Abs().Largest(), h);
+}
+
+// term(0) + .. + term(7) over a tree, without those from `valid` on.
+template <typename Term>
+__device__ inline float SumPack(int valid, Term term) {
+  float v[kPack];
+#pragma unroll
+  for (int j = 0; j < kPack; ++j) v[j] = term(j);
+  if (valid < kPack) {
+#pragma unroll
+    for (int j = 1; j < kPack; ++j) v[j] = j < valid ? v[j] : 0.0f;
+  }
+#pragma unroll
+  for (int half = kPack / 2; half > 0; half /= 2) {
+#pragma unroll
+    for (int j = 0; j < half; ++j) v[j] = AddFtz(v[j], v[j + half]);
+  }
+  return v[0];
+}
+
+constexpr int kRowPacks = 4;                    // packs of one row that a thread holds
+constexpr int kSlice = 32 * kRowPacks * kPack;  // columns that a warp holds, side by side
+
+// The threads that share a row: one warp, four of which make a block, or a whole block.
+template <int kThreads>
+struct Team {
+  static constexpr int kBlock = kThreads == 32 ? 128 : kThreads;
+  static constexpr int kRows = kBlock / kThreads;
+  static constexpr int kWarps = kThreads / 32;
+
+  __device__ static int Row() { return static_cast<int>(threadIdx.x) / kThreads; }
+  __device__ static int Lane() { return static_cast<int>(threadIdx.x) % kThreads; }
+
+  // The sums of v[i] over the threads of a row, over a tree, for each of them. `slots` must not
+  // be in use by an earlier sum that a thread may still be reading.
+  template <int kCount>
+  __device__ static void Sum(float (&v)[kCount], float (&slots)[kCount][kWarps]) {
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        v[i] = AddFtz(v[i], __shfl_xor_sync(~0u, v[i], distance));
+      }
+    }
+    if constexpr (kWarps > 1) {
+      if (threadIdx.x % 32 == 0) {
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) slots[i][threadIdx.x / 32] = v[i];
+      }
+      __syncthreads();
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        float w[kWarps];
+#pragma unroll
+        for (int j = 0; j < kWarps; ++j) w[j] = slots[i][j];
+#pragma unroll
+        for (int half = kWarps / 2; half > 0; half /= 2) {
+#pragma unroll
+          for (int j = 0; j < half; ++j) w[j] = AddFtz(w[j], w[j + half]);
+        }
+        v[i] = w[0];
+      }
+    }
+  }
+};
+
+// A running sum; with kLong it keeps what each addition loses, so that its error does not grow with
+// the number of terms.
+template <bool kLong>
+struct RunningSum {
+  float sum = 0.0f;
+  float lost = 0.0f;
+
+  __device__ void Add(float more) {
+    const float next = AddFtz(sum, more);
+    if constexpr (!kLong) {
+      sum = next;
+      return;
+    }
+    const float added = SubFtz(next, sum);
+    lost = AddFtz(lost, AddFtz(SubFtz(sum, SubFtz(next, added)), SubFtz(more, added)));
+    sum = next;
+  }
+  __device__ float Total() const { return kLong ? AddFtz(sum, lost) : sum; }
+};
+
+// Where the packs of a thread lie in a row of k elements; a row longer than a team holds comes in
+// several chunks.
+template <int kThreads>
+struct Columns {
+  int64_t k;
+
+  __device__ int64_t At(int64_t chunk, int i) const {
+    const int lane = Team<kThreads>::Lane();
+    const int64_t slice = chunk * Team<kThreads>::kWarps + lane / 32;
+    return slice * kSlice + (i * 32 + lane % 32) * kPack;
+  }
+  __device__ int Valid(int64_t column) const {
+    const int64_t left = k - column;
+    return static_cast<int>(left < 0 ? 0 : left < kPack ? left : kPack);
+  }
+  __device__ int64_t Chunks() const {
+    constexpr int64_t kColumns = int64_t{Team<kThreads>::kWarps} * kSlice;
+    return (k + kColumns - 1) / kColumns;
+  }
+};
+
+struct NormForward {
+  const uint32_t* noop;  // null, or the flag that turns the launch into nothing
+  Array x, gamma, beta;  // [m, k], [k], [k]; no beta: RMSNorm
+  int64_t m, k;
+  float epsilon;  // 0 or at least 2^-126
+  float centre;   // added to gamma
+  float* mean;    // [m], null in an RMSNorm
+  float* rstd;    // [m]
+  void* h;        // [m, k] or null: statistics alone
+  bool h_aligned;
+  uint32_t* amax;  // [2], zeros before the launch; used if h is
+};
+
+// A row of x that a team holds, or with kLoop reads again for every use.
+template <Float dtype, int kThreads, bool kLoop>
+struct NormRow {
+  const Array& x;
+  int64_t first;  // element of x
+  Columns<kThreads> columns;
+  Pack<dtype> packs[kRowPacks];
+  int valid[kRowPacks];
+
+  __device__ NormRow(const Array& x, int64_t row, int64_t m, int64_t k)
+      : x(x), first(row * k), columns{row < m ? k : 0} {
+    if (!kLoop) Load(0);
+  }
+
+  __device__ void Load(int64_t chunk) {
+#pragma unroll
+    for (int i = 0; i < kRowPacks; ++i) {
+      const int64_t column = columns.At(chunk, i);
+      valid[i] = columns.Valid(column);
+      LoadAs(x, first + column, valid[i], &packs[i]);
+    }
+  }
+
+  // Calls visit(column, valid, pack) for every pack with elements.
+  template <typename Visit>
+  __device__ void ForEach(Visit visit) {
+    const int64_t chunks = kLoop ? columns.Chunks() : 1;
+    for (int64_t chunk = 0; chunk < chunks; ++chunk) {
+      if (kLoop) Load(chunk);
+#pragma unroll
+      for (int i = 0; i < kRowPacks; ++i) {
+        if (valid[i] > 0) visit(columns.At(chunk, i), valid[i], packs[i]);
+      }
+    }
+  }
+
+  // The mean of term(value) over the row.
+  template <typename Term>
+  __device__ float Mean(float (&slots)[1][Team<kThreads>::kWarps], Term term) {
+    RunningSum<kLoop> sum;
+    ForEach([&](int64_t, int count, const Pack<dtype>& pack) {
+      sum.Add(SumPack(count, [&](int j) { return term(__uint_as_float(pack.Bits(j))); }));
+    });
+    float total[1] = {sum.Total()};
+    Team<kThreads>::Sum(total, slots);
+    return __fdiv_rn(total[0], static_cast<float>(columns.k));
+  }
+};
+
+struct NormStats {
+  float mean;
+  float rstd;
+
+  template <Float dtype>
+  __device__ float Normal(const Pack<dtype>& x, int j) const {
+    return MulFtz(SubFtz(__uint_as_float(x.Bits(j)), mean), rstd);
+  }
+};
+
+// A row whose mean square is not finite is NaN: rstd says so.
+template <Float dtype, int kThreads, bool kLoop>
+__device__ inline NormStats StatsOf(NormRow<dtype, kThreads, kLoop>& row, bool layernorm,
+                                    float epsilon) {
+  __shared__ float slots[3][1][Team<kThreads>::kWarps];
+  NormStats stats = {0.0f, 0.0f};
+  if (layernorm) {
+    const float near = row.Mean(slots[0], [](float x) { return x; });
+    // What the first sum lost: a constant row has exactly its own mean.
+    stats.mean = AddFtz(near, row.Mean(slots[1], [&](float x) { return SubFtz(x, near); }));
+  }
+  const float square = row.Mean(slots[2], [&](float x) {
+    const float d = SubFtz(x, stats.mean);
+    return MulFtz(d, d);
+  });
+  const float variance = AddFtz(square, epsilon);
+  const bool finite = variance < __uint_as_float(kInf);
+  stats.rstd = finite ? __fdiv_rn(1.0f, __fsqrt_rn(variance)) : __uint_as_float(kQuietNan);
+  return stats;
+}
+
+// h of eight elements, before it is rounded. Without beta there is no sum: -0 changes nothing.
+template <Float dtype>
+__device__ inline void Normalize(const Pack<dtype>& x, const NormStats& stats,
+                                 const Parameters& parameters, float (&h)[kPack]) {
+#pragma unroll
+  for (int j = 0; j < kPack; ++j) {
+    h[j] = FmaFtz(stats.Normal(x, j), parameters.gamma[j], parameters.beta[j]);
+  }
+}
+
+// Statistics and, where p.h is not null, h and its amax, from one read of x.
+template <Float in, Float out, int kThreads, bool kLoop>
+__global__ void __launch_bounds__(Team<kThreads>::kBlock) NormRowsKernel(NormForward p) {
+  if (Skips(p.noop)) return;
+  using Rows = Team<kThreads>;
+  // From the last row to the first: what comes next begins with rows that are still in the cache.
+  const int64_t index = int64_t{gridDim.x - 1 - blockIdx.x} * Rows::kRows + Rows::Row();
+  NormRow<in, kThreads, kLoop> row(p.x, index, p.m, p.k);
+  const NormStats stats = StatsOf(row, p.mean != nullptr, p.epsilon);
+  if (Rows::Lane() == 0 && index < p.m) {
+    if (p.mean != nullptr) p.mean[index] = QuietFloat(stats.mean);
+    p.rstd[index] = stats.rstd;
+  }
+  if (p.h == nullptr) return;
+  Amax seen;
+  row.ForEach([&](int64_t column, int valid, const Pack<in>& pack) {
+    const Parameters parameters(p.gamma, p.centre, p.beta, column, valid);
+    float v[kPack];
+    Normalize(pack, stats, parameters, v);
+    StoreRounded<out>(p.h, row.first + column, v, valid, p.h_aligned, &seen);
+  });
+  seen.Store(p.amax);
+}
+
+// h, given the statistics.
+template <Float in, Float out>
+struct NormSource {
+  static constexpr Float kType = out;
+  static constexpr int kSlices = 1;
+  static constexpr int kLoads = in == Float::kF32 ? 2 : 4;
+  static constexpr bool kFused = true;
+  using Columns = Parameters;
+  struct Raw {
+    Pack<in> x;
+    NormStats stats;
+  };
+
+  NormForward p;
+
+  __device__ Columns Begin(const Lane& at) const {
+    return Parameters(p.gamma, p.centre, p.beta, at.k, at.valid);
+  }
+  __device__ void Load(const Position& at, Raw* raw) const {
+    LoadAs(p.x, at.m * p.k + at.k, at.valid, &raw->x);
+    raw->stats = {0.0f, 0.0f};
+    if (at.valid <= 0) return;
+    if (p.mean != nullptr) raw->stats.mean = __ldg(p.mean + at.m);
+    raw->stats.rstd = __ldg(p.rstd + at.m);
+  }
+  __device__ void Make(const Columns& parameters, const Position&, const Raw& raw,
+                       Pack<out> (&h)[1]) const {
+    float v[kPack];
+    Normalize(raw.x, raw.stats, parameters, v);
+    h[0] = Rounded<out>(v);
+  }
+};
+
+}  // namespace te_flax::cuda
+
+#endif  // TE_FLAX_CUDA_KERNELS_NORM_CUH_
