@@ -10,6 +10,18 @@ enum class Float : int { kF32 = 0, kBf16 = 1, kF16 = 2 };
 // FP8 code formats: e4m3 is float8_e4m3fn (max 448), e5m2 is float8_e5m2 (max 57344).
 enum class Format : int { kE4M3 = 0, kE5M2 = 1 };
 
+// First slice of the activations; the second, if there is one, is linear.
+enum class Activation : int {
+  kGelu,
+  kGeluExact,
+  kQuickGelu,
+  kSilu,
+  kRelu,
+  kSquaredRelu,
+  kLinear,
+  kClampedSilu,  // always times the clamped linear function
+};
+
 }  // namespace te_flax
 
 #endif  // TE_FLAX_COMMON_FORMATS_H_

@@ -1,54 +1,25 @@
 // FFI handlers of the activations, forward and backward, with what is fused behind them.
-#include <algorithm>
-#include <string>
+#include "common/activation.h"
 
 #include "cpu/fused.h"
 
 namespace te_flax::cpu {
 namespace {
 
-constexpr std::string_view kNames[] = {"gelu", "gelu_exact",   "quick_gelu", "silu",
-                                       "relu", "squared_relu", "linear"};
-constexpr std::string_view kClamped = "clamped_silu,clamped_linear";
-
-ffi::ErrorOr<Activation> NamedActivation(std::string_view where, std::string_view name,
-                                         int64_t slices) {
-  if (name == kClamped && slices == 2) return Activation::kClampedSilu;
-  for (size_t i = 0; i < std::size(kNames); ++i) {
-    const std::string wanted = std::string(kNames[i]) + (slices == 2 ? ",linear" : "");
-    if (name == wanted) return static_cast<Activation>(i);
-  }
-  return ffi::Unexpected(Invalid(
-      where, "activation", "be known, for " + std::to_string(slices) + " slices", name, kReport));
-}
-
-// x [M.., A, K..] as rows of A slices.
-ffi::Error ReadX(std::string_view where, const ffi::AnyBuffer& x, const ffi::Dictionary& attrs,
-                 ActivationTile* all) {
-  TE_ASSIGN_OR_RETURN(k_ndim, Attr<int64_t>(where, attrs, "k_ndim"));
-  TE_ASSIGN_OR_RETURN(extent, AsExtent(where, x, k_ndim));
-  TE_ASSIGN_OR_RETURN(whole, AsExtent(where, x, k_ndim + 1));
-  TE_ASSIGN_OR_RETURN(dtype, FloatOf(where, "x", x.element_type()));
-  TE_ASSIGN_OR_RETURN(name, Attr<std::string_view>(where, attrs, "activation"));
-  const Dims dims = x.dimensions();
-  const int64_t slices = dims[dims.size() - static_cast<size_t>(k_ndim) - 1];
-  TE_ASSIGN_OR_RETURN(activation, NamedActivation(where, name, slices));
-  TE_ASSIGN_OR_RETURN(limit, Attr<float>(where, attrs, "limit"));
-  TE_ASSIGN_OR_RETURN(alpha, Attr<float>(where, attrs, "alpha"));
-  TE_ASSIGN_OR_RETURN(offset, Attr<float>(where, attrs, "offset"));
-  *all = {};
-  all->activation = activation;
-  all->slices = static_cast<int>(slices);
-  all->limit = limit;
-  all->alpha = alpha;
-  all->offset = offset;
-  all->rows = whole.rows;
-  all->cols = extent.cols;
-  all->x_dtype = dtype;
-  all->x = x.untyped_data();
-  all->x_stride = whole.cols;
-  all->x_slice_stride = extent.cols;
-  return ffi::Error::Success();
+ActivationTile WholeTile(const ActivationCall& call) {
+  ActivationTile all = {};
+  all.activation = call.activation;
+  all.slices = call.slices;
+  all.limit = call.limit;
+  all.alpha = call.alpha;
+  all.offset = call.offset;
+  all.rows = call.rows;
+  all.cols = call.cols;
+  all.x_dtype = call.dtype;
+  all.x = call.x;
+  all.x_stride = call.slices * call.cols;
+  all.x_slice_stride = call.cols;
+  return all;
 }
 
 const void* At(Float dtype, const void* data, int64_t i) {
@@ -91,8 +62,8 @@ ffi::Error ActFwdImpl(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Remain
   constexpr std::string_view kWhere = "act_fwd";
   TE_ASSIGN_OR_RETURN(call, ReadFused(kWhere, args, rets, attrs, 1, 0));
   if (call.kept) return ffi::Error::Success();
-  ActivationTile all;
-  TE_RETURN_IF_ERROR(ReadX(kWhere, call.own[0], attrs, &all));
+  TE_ASSIGN_OR_RETURN(x, ReadActivation(kWhere, call.own[0], attrs));
+  ActivationTile all = WholeTile(x);
   return Activate(pool, call, &all, 1);
 }
 
@@ -101,8 +72,8 @@ ffi::Error ActBwdImpl(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Remain
   constexpr std::string_view kWhere = "act_bwd";
   TE_ASSIGN_OR_RETURN(call, ReadFused(kWhere, args, rets, attrs, 2, 0));
   if (call.kept) return ffi::Error::Success();
-  ActivationTile all;
-  TE_RETURN_IF_ERROR(ReadX(kWhere, call.own[1], attrs, &all));
+  TE_ASSIGN_OR_RETURN(x, ReadActivation(kWhere, call.own[1], attrs));
+  ActivationTile all = WholeTile(x);
   const ffi::AnyBuffer& dy = call.own[0];
   TE_ASSIGN_OR_RETURN(dtype, FloatOf(kWhere, "dy", dy.element_type()));
   TE_RETURN_IF_ERROR(CheckCount(kWhere, "dy", dy, dy.element_type(), all.rows * all.cols));

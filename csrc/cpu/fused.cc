@@ -11,113 +11,24 @@ namespace {
 
 int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-ffi::ErrorOr<Float> NamedFloat(std::string_view where, std::string_view name) {
-  if (name == "float32") return Float::kF32;
-  if (name == "bfloat16") return Float::kBf16;
-  if (name == "float16") return Float::kF16;
-  return ffi::Unexpected(
-      Invalid(where, "out_dtype", "be float32, bfloat16 or float16", name, kReport));
-}
-
-ffi::ErrorOr<Scaling> NamedScaling(std::string_view where, std::string_view name) {
-  if (name == "none") return Scaling::kNone;
-  if (name == "tensor") return Scaling::kTensor;
-  if (name == "mxfp8") return Scaling::kMxfp8;
-  return ffi::Unexpected(Invalid(where, "scaling", "be none, tensor or mxfp8", name, kReport));
-}
-
-// Which results a variant has.
-struct Has {
-  bool noop, h, row, col, dbias, scales;
-  size_t Count() const {
-    return size_t{h} + (size_t{row} + size_t{col}) * (1 + size_t{scales}) + size_t{dbias} + 1;
-  }
-};
-
-template <typename T>
-T* Data(const ffi::AnyBuffer& buffer) {
-  return static_cast<T*>(buffer.untyped_data());
-}
-
-ffi::Error AssignResults(const Has& has, FusedCall* call) {
-  size_t at = 0;
-  const auto next = [&]() -> const ffi::AnyBuffer& { return call->results[at++]; };
-  if (has.h) call->h = Data<char>(next());
-  for (const bool is_row : {true, false}) {
-    if (!(is_row ? has.row : has.col)) continue;
-    const ffi::AnyBuffer& codes = next();
-    TE_ASSIGN_OR_RETURN(format,
-                        FormatOf(call->where, is_row ? "row" : "col", codes.element_type()));
-    (is_row ? call->row_format : call->col_format) = format;
-    (is_row ? call->row : call->col) = Data<uint8_t>(codes);
-    if (has.scales) (is_row ? call->row_scale : call->col_scale) = Data<uint8_t>(next());
-  }
-  if (has.dbias) call->dbias = Data<float>(next());
-  call->amax = next().untyped_data();
-  return ffi::Error::Success();
-}
-
 }  // namespace
 
 ffi::ErrorOr<FusedCall> ReadFused(std::string_view where, ffi::RemainingArgs args,
                                   ffi::RemainingRets rets, ffi::Dictionary attrs, size_t n_own,
                                   size_t n_extras) {
   FusedCall call;
-  call.where = where;
-  TE_ASSIGN_OR_RETURN(scaling_name, Attr<std::string_view>(where, attrs, "scaling"));
-  TE_ASSIGN_OR_RETURN(scaling, NamedScaling(where, scaling_name));
-  TE_ASSIGN_OR_RETURN(dtype_name, Attr<std::string_view>(where, attrs, "out_dtype"));
-  TE_ASSIGN_OR_RETURN(dtype, NamedFloat(where, dtype_name));
-  call.scaling = scaling;
-  call.dtype = dtype;
-  const auto flag = [&](std::string_view name) { return AttrOr(attrs, name, false); };
-  const Has has = {flag("noop"), flag("h"),     flag("row"),
-                   flag("col"),  flag("dbias"), scaling == Scaling::kMxfp8};
-  const size_t n_rets = has.Count() + n_extras;
-  const size_t n_scale = scaling == Scaling::kTensor;
-  const size_t n_args = n_own + n_scale + (has.noop ? 1 + n_rets : 0);
-  TE_ASSIGN_OR_RETURN(all, Collect(where, args, rets, n_args, n_rets));
-  if (has.noop) {
-    TE_ASSIGN_OR_RETURN(keep, KeepsPrevious(where, all));
+  TE_RETURN_IF_ERROR(
+      te_flax::ReadFused(where, args, rets, attrs, n_own, n_extras, Workspace::kNever, &call));
+  if (call.noop) {
+    TE_ASSIGN_OR_RETURN(keep, KeepsPrevious(where, call.all));
     call.kept = keep;
   }
-  const auto own = all.args.begin() + has.noop;
-  call.own.assign(own, own + static_cast<ptrdiff_t>(n_own));
-  if (scaling == Scaling::kTensor) {
-    const ffi::AnyBuffer& scale = own[static_cast<ptrdiff_t>(n_own)];
-    TE_RETURN_IF_ERROR(CheckCount(where, "scale", scale, ffi::DataType::F32, 1));
-    call.scale = FlushScale(*scale.typed_data<float>());
-  }
-  const auto extras = all.rets.begin() + static_cast<ptrdiff_t>(has.Count());
-  call.results.assign(all.rets.begin(), extras);
-  call.extras.assign(extras, all.rets.end());
-  TE_RETURN_IF_ERROR(AssignResults(has, &call));
   return call;
 }
 
 ffi::Error CheckResults(const FusedCall& call, const FusedShape& shape) {
-  constexpr ffi::DataType kTypes[] = {ffi::DataType::F32, ffi::DataType::BF16, ffi::DataType::F16};
-  const int64_t size = shape.rows * shape.Width();
-  size_t at = 0;
-  const auto check = [&](bool there, std::string_view name, ffi::DataType type, int64_t count) {
-    if (!there) return ffi::Error::Success();
-    const ffi::AnyBuffer& buffer = call.results[at++];
-    AdviseHugePages(buffer);
-    return CheckCount(call.where, name, buffer, type, count);
-  };
-  const auto code = [](Format format) {
-    return format == Format::kE4M3 ? ffi::DataType::F8E4M3FN : ffi::DataType::F8E5M2;
-  };
-  constexpr ffi::DataType kByte = ffi::DataType::U8;
-  TE_RETURN_IF_ERROR(check(call.h != nullptr, "h", kTypes[static_cast<int>(call.dtype)], size));
-  TE_RETURN_IF_ERROR(check(call.row != nullptr, "row", code(call.row_format), size));
-  TE_RETURN_IF_ERROR(check(call.row_scale != nullptr, "row_scale", kByte,
-                           shape.rows * CeilDiv(shape.Width(), kMxBlock)));
-  TE_RETURN_IF_ERROR(check(call.col != nullptr, "col", code(call.col_format), size));
-  TE_RETURN_IF_ERROR(check(call.col_scale != nullptr, "col_scale", kByte,
-                           CeilDiv(shape.rows, kMxBlock) * shape.Width()));
-  TE_RETURN_IF_ERROR(check(call.dbias != nullptr, "dbias", ffi::DataType::F32, shape.Width()));
-  return check(true, "amax", ffi::DataType::F32, 2);
+  for (const ffi::AnyBuffer& result : call.results) AdviseHugePages(result);
+  return te_flax::CheckResults(call, shape);
 }
 
 namespace {
@@ -259,7 +170,7 @@ class Runner {
     t.x_stride = r.stride;
     t.rows = r.rows;
     t.cols = r.cols;
-    t.scale = call_.scale;
+    t.scale = FlushScale(*call_.scale);
     t.row_format = call_.row_format;
     t.row = call_.row == nullptr ? nullptr : call_.row + r.row * width + r.col;
     t.row_stride = width;

@@ -7,46 +7,18 @@
 #define TE_FLAX_CPU_FUSED_H_
 
 #include <cstdint>
+#include <memory>
 #include <string_view>
-#include <vector>
 
+#include "common/fused.h"
 #include "cpu/kernels.h"
 #include "cpu/operands.h"
 #include "cpu/parallel.h"
 
 namespace te_flax::cpu {
 
-enum class Scaling { kNone, kTensor, kMxfp8 };
-
-// One call of a variant; see Variant of te_flax/ops/_fused.py. Null: not a result of it.
-struct FusedCall {
-  std::string_view where;
-  std::vector<ffi::AnyBuffer> own;     // operands of the family
-  std::vector<ffi::AnyBuffer> extras;  // results of the family, behind amax
-  bool kept = false;                   // noop: the results are written, nothing is left to do
-  Scaling scaling = Scaling::kNone;
-  float scale = 1.0f;
-  Float dtype = Float::kF32;  // of h
-  char* h = nullptr;
-  uint8_t* row = nullptr;
-  uint8_t* row_scale = nullptr;
-  uint8_t* col = nullptr;
-  uint8_t* col_scale = nullptr;
-  Format row_format = Format::kE4M3;
-  Format col_format = Format::kE4M3;
-  float* dbias = nullptr;
-  void* amax = nullptr;
-  std::vector<ffi::AnyBuffer> results;  // all of them, for CheckResults
-  int64_t Bytes() const { return dtype == Float::kF32 ? 4 : 2; }
-};
-
-// h as a matrix [rows, slices * cols]. The backward pass of a gated activation has two slices of
-// columns, computed together.
-struct FusedShape {
-  int64_t rows;
-  int64_t slices;
-  int64_t cols;
-  int64_t Width() const { return slices * cols; }
+struct FusedCall : te_flax::FusedCall {
+  bool kept = false;  // noop: the results are written, nothing is left to do
 };
 
 // A piece of h: rows [row, row + rows) of columns [col, col + cols) of every slice. Element (r, c)
@@ -72,13 +44,12 @@ class Function {
   virtual void Produce(const Piece& piece) const = 0;
 };
 
-// Reads operands, results and attributes: [noop] `n_own` operands [scale] [previous results];
-// [h] [row, row_scale] [col, col_scale] [dbias] amax and `n_extras` results.
+// Reads a call as in common/fused.h, without workspace, and obeys noop.
 ffi::ErrorOr<FusedCall> ReadFused(std::string_view where, ffi::RemainingArgs args,
                                   ffi::RemainingRets rets, ffi::Dictionary attrs, size_t n_own,
                                   size_t n_extras);
 
-// Checks the sizes of all results but the extras.
+// Checks the sizes of all results but the extras, and asks for huge pages.
 ffi::Error CheckResults(const FusedCall& call, const FusedShape& shape);
 
 // Writes every result but the extras.

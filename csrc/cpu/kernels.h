@@ -72,17 +72,6 @@ struct Mxfp8Tile {
   uint8_t* col_scale;  // [cols]
 };
 
-enum class Activation : int {
-  kGelu,
-  kGeluExact,
-  kQuickGelu,
-  kSilu,
-  kRelu,
-  kSquaredRelu,
-  kLinear,
-  kClampedSilu,  // always times the clamped linear function
-};
-
 // One piece of h = f(x0) [g(x1)], or of [dx0, dx1] where dy is not null. Strides count elements.
 struct ActivationTile {
   Activation activation;

@@ -46,7 +46,7 @@ class Results {
 };
 
 ffi::Error TakeResults(const Operands& all, const Wanted& wanted, BlockQuantize* q) {
-  TensorQuantize& p = q->copies;
+  Outputs& p = q->out;
   Results results(all);
   if (wanted.row) TE_RETURN_IF_ERROR(results.TakeCodes(p.m * p.k, &p.row, &p.row_format));
   if (wanted.row && !wanted.two_dimensional) {
@@ -63,7 +63,7 @@ ffi::Error TakeResults(const Operands& all, const Wanted& wanted, BlockQuantize*
   float* amax = nullptr;
   TE_RETURN_IF_ERROR(results.TakeFloats("amax", 2, &amax));
   p.amax = reinterpret_cast<uint32_t*>(amax);
-  p.row_aligned = AlignedTo(p.x, 16) && AlignedTo(p.row, 8) && p.k % kPack == 0;
+  p.aligned = AlignedTo(q->x, 16) && AlignedTo(p.row, 8) && p.k % kPack == 0;
   p.col_aligned = AlignedTo(p.col, 16) && p.m % 16 == 0;
   return ffi::Error::Success();
 }
@@ -75,14 +75,14 @@ ffi::Error ReadRules(const ffi::Dictionary& attrs, BlockQuantize* q) {
     return ScaleRule{format == Format::kE4M3 ? 448.0f : 57344.0f, 1.0f,
                      epsilon >= 0x1p-126f ? epsilon : 0.0f, power_of_2};
   };
-  q->row_rule = rule(q->copies.row_format);
-  q->col_rule = rule(q->copies.col_format);
+  q->row_rule = rule(q->out.row_format);
+  q->col_rule = rule(q->out.col_format);
   return ffi::Error::Success();
 }
 
 template <Float dtype, bool kRow, bool kCol>
 void LaunchKernel(cudaStream_t stream, const BlockQuantize& q, bool two_dimensional) {
-  const unsigned blocks = Blocks(Tiles(q.copies.m) * Tiles(q.copies.k), 1);
+  const unsigned blocks = Blocks(Tiles(q.out.m) * Tiles(q.out.k), 1);
   if (two_dimensional) {
     QuantizeSquareKernel<dtype, kRow, kCol><<<blocks, kTileThreads, 0, stream>>>(q);
   } else {
@@ -115,16 +115,16 @@ ffi::Error QuantizeBlockImpl(cudaStream_t stream, ffi::RemainingArgs args, ffi::
   TE_ASSIGN_OR_RETURN(dtype, FloatOf(kWhere, "x", x.element_type()));
   TE_ASSIGN_OR_RETURN(extent, AsExtent(kWhere, x, k_ndim));
   BlockQuantize q = {};
-  q.copies.x = x.untyped_data();
-  q.copies.m = extent.rows;
-  q.copies.k = extent.cols;
+  q.x = x.untyped_data();
+  q.out.m = extent.rows;
+  q.out.k = extent.cols;
   TE_RETURN_IF_ERROR(TakeResults(all, wanted, &q));
   TE_RETURN_IF_ERROR(ReadRules(attrs, &q));
   if (noop) {
     TE_ASSIGN_OR_RETURN(flag, TakeNoop(kWhere, stream, all));
-    q.copies.noop = flag;
+    q.out.noop = flag;
   }
-  TE_RETURN_IF_ERROR(Clear(kWhere, stream, q.copies.noop, q.copies.amax, 2 * sizeof(float)));
+  TE_RETURN_IF_ERROR(Clear(kWhere, stream, q.out.noop, q.out.amax, 2 * sizeof(float)));
   if (extent.size() == 0) return ffi::Error::Success();
   Launch(stream, dtype, q, wanted);
   return CudaStatus(kWhere, cudaGetLastError());

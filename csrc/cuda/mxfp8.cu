@@ -1,5 +1,5 @@
 // FFI handler of the MXFP8 quantizers on CUDA: row, col or both, plain or swizzled scales, noop.
-#include "cuda/kernels/mxfp8.cuh"
+#include "cuda/kernels/mxfp8_sink.cuh"
 #include "cuda/launch.h"
 
 namespace te_flax::cuda {
@@ -16,7 +16,7 @@ int64_t ScaleBytes(int64_t rows, int64_t blocks, bool swizzled) {
 
 // Codes and scales of one copy whose scales have `rows` rows of `blocks` blocks. Where tiles are
 // not full, the scales are cleared first: padding bytes are zero.
-ffi::Error TakeCopy(cudaStream_t stream, const Mxfp8Quantize& p, std::string_view name,
+ffi::Error TakeCopy(cudaStream_t stream, const Outputs& p, std::string_view name,
                     const ffi::AnyBuffer& codes, const ffi::AnyBuffer& scales, int64_t rows,
                     int64_t blocks) {
   const int64_t bytes = ScaleBytes(rows, blocks, p.swizzled);
@@ -27,8 +27,8 @@ ffi::Error TakeCopy(cudaStream_t stream, const Mxfp8Quantize& p, std::string_vie
   return Clear(kWhere, stream, p.noop, scales.untyped_data(), bytes);
 }
 
-ffi::Error Describe(cudaStream_t stream, const Operands& all, bool row, bool col,
-                    Mxfp8Quantize* p) {
+ffi::Error Describe(cudaStream_t stream, const Operands& all, const void* x, bool row, bool col,
+                    Outputs* p) {
   size_t next = 0;
   if (row) {
     const ffi::AnyBuffer &codes = all.rets[next], &scales = all.rets[next + 1];
@@ -48,24 +48,25 @@ ffi::Error Describe(cudaStream_t stream, const Operands& all, bool row, bool col
     p->col = static_cast<uint8_t*>(codes.untyped_data());
     p->col_scale = static_cast<uint8_t*>(scales.untyped_data());
   }
-  p->aligned = AlignedTo(p->x, 16) && AlignedTo(p->row, 8) && AlignedTo(p->col, 8) &&
+  p->aligned = AlignedTo(x, 16) && AlignedTo(p->row, 8) && AlignedTo(p->col, 8) &&
                AlignedTo(p->col_scale, 8) && p->k % kPack == 0;
   TE_RETURN_IF_ERROR(CheckCount(kWhere, "amax", all.rets.back(), ffi::DataType::F32, 2));
   p->amax = static_cast<uint32_t*>(all.rets.back().untyped_data());
   return Clear(kWhere, stream, p->noop, p->amax, 2 * sizeof(float));
 }
 
-void Launch(cudaStream_t stream, Float dtype, const Mxfp8Quantize& p, bool row, bool col) {
-  const int64_t tiles = CeilDiv(p.m, kMxBlock) * CeilDiv(p.k, kMxTileColumns);
-  const unsigned blocks = Blocks(tiles, kMxWarps);
+void Launch(cudaStream_t stream, Float dtype, const void* x, const Outputs& p) {
   WithFloat(dtype, [&](auto type) {
-    constexpr Float kType = decltype(type)::value;
-    if (row && col) {
-      QuantizeMxfp8Kernel<kType, true, true><<<blocks, 32 * kMxWarps, 0, stream>>>(p);
-    } else if (row) {
-      QuantizeMxfp8Kernel<kType, true, false><<<blocks, 32 * kMxWarps, 0, stream>>>(p);
+    using Source = Identity<decltype(type)::value, false>;
+    const Source source = {x, p.k};
+    const unsigned blocks = Blocks(Mxfp8Blocks<Source>(p), 1);
+    constexpr int kThreads = Mxfp8Shape<Source>::kThreads;
+    if (p.col == nullptr) {
+      Mxfp8Kernel<Source, Copies::kRow><<<blocks, kThreads, 0, stream>>>(source, p);
+    } else if (p.row == nullptr) {
+      Mxfp8Kernel<Source, Copies::kCol><<<blocks, kThreads, 0, stream>>>(source, p);
     } else {
-      QuantizeMxfp8Kernel<kType, false, true><<<blocks, 32 * kMxWarps, 0, stream>>>(p);
+      Mxfp8Kernel<Source, Copies::kBoth><<<blocks, kThreads, 0, stream>>>(source, p);
     }
   });
 }
@@ -81,8 +82,7 @@ ffi::Error QuantizeMxfp8Impl(cudaStream_t stream, ffi::RemainingArgs args, ffi::
   const ffi::AnyBuffer& x = all.args[noop ? 1 : 0];
   TE_ASSIGN_OR_RETURN(dtype, FloatOf(kWhere, "x", x.element_type()));
   TE_ASSIGN_OR_RETURN(extent, AsExtent(kWhere, x, k_ndim));
-  Mxfp8Quantize p = {};
-  p.x = x.untyped_data();
+  Outputs p = {};
   p.m = extent.rows;
   p.k = extent.cols;
   p.swizzled = AttrOr(attrs, "swizzled", false);
@@ -90,9 +90,9 @@ ffi::Error QuantizeMxfp8Impl(cudaStream_t stream, ffi::RemainingArgs args, ffi::
     TE_ASSIGN_OR_RETURN(flag, TakeNoop(kWhere, stream, all));
     p.noop = flag;
   }
-  TE_RETURN_IF_ERROR(Describe(stream, all, row, col, &p));
+  TE_RETURN_IF_ERROR(Describe(stream, all, x.untyped_data(), row, col, &p));
   if (p.m * p.k == 0) return ffi::Error::Success();
-  Launch(stream, dtype, p, row, col);
+  Launch(stream, dtype, x.untyped_data(), p);
   return CudaStatus(kWhere, cudaGetLastError());
 }
 

@@ -1,5 +1,5 @@
 // FFI handler of the tensor-scaled quantizers on CUDA: row, col or both, with or without noop.
-#include "cuda/kernels/quantize.cuh"
+#include "cuda/kernels/tensor_sink.cuh"
 #include "cuda/launch.h"
 
 namespace te_flax::cuda {
@@ -8,13 +8,11 @@ namespace {
 constexpr std::string_view kWhere = "quantize";
 
 // The kernel's view of one call, without noop; fails where a shape or type does not fit.
-ffi::ErrorOr<TensorQuantize> Describe(const Operands& all, bool noop, bool row, bool col,
-                                      int64_t k_ndim) {
+ffi::ErrorOr<Outputs> Describe(const Operands& all, bool noop, bool row, bool col, int64_t k_ndim) {
   const ffi::AnyBuffer& x = all.args[noop ? 1 : 0];
   const ffi::AnyBuffer& scale = all.args[noop ? 2 : 1];
   TE_ASSIGN_OR_RETURN(extent, AsExtent(kWhere, x, k_ndim));
-  TensorQuantize p = {};
-  p.x = x.untyped_data();
+  Outputs p = {};
   p.m = extent.rows;
   p.k = extent.cols;
   TE_RETURN_IF_ERROR(CheckCount(kWhere, "scale", scale, ffi::DataType::F32, 1));
@@ -31,25 +29,28 @@ ffi::ErrorOr<TensorQuantize> Describe(const Operands& all, bool noop, bool row, 
   p.scale = scale.typed_data<float>();
   p.amax = static_cast<uint32_t*>(all.rets.back().untyped_data());
   // The flat kernel's packs start at multiples of 8 elements; a tile's only if rows do.
-  p.row_aligned = AlignedTo(p.x, 16) && AlignedTo(p.row, 8) && (!col || p.k % kPack == 0);
+  p.aligned = AlignedTo(x.untyped_data(), 16) && AlignedTo(p.row, 8) && (!col || p.k % kPack == 0);
   p.col_aligned = AlignedTo(p.col, 16) && p.m % 16 == 0;
   return p;
 }
 
-void Launch(cudaStream_t stream, Float dtype, const TensorQuantize& p, bool row, bool col) {
+void Launch(cudaStream_t stream, Float dtype, const void* x, const Outputs& p) {
   WithFloat(dtype, [&](auto type) {
     constexpr Float kType = decltype(type)::value;
-    if (!col) {
+    if (p.col == nullptr) {
       constexpr int64_t kPerBlock = int64_t{kFlatThreads} * kFlatPacks * kPack;
-      QuantizeRowKernel<kType>
-          <<<Blocks(p.m * p.k, kPerBlock, kMaxFlatBlocks), kFlatThreads, 0, stream>>>(p);
+      QuantizeFlatKernel<kType>
+          <<<Blocks(p.m * p.k, kPerBlock, kMaxFlatBlocks), kFlatThreads, 0, stream>>>(x, p);
       return;
     }
-    const unsigned tiles = Blocks((p.m + kTile - 1) / kTile * ((p.k + kTile - 1) / kTile), 1);
-    if (row) {
-      QuantizeTileKernel<kType, true><<<tiles, kTileThreads, 0, stream>>>(p);
+    const Identity<kType, false> source = {x, p.k};
+    const unsigned tiles = Blocks(TensorTiles(p), 1);
+    if (p.row == nullptr) {
+      TensorTileKernel<Identity<kType, false>, Copies::kCol>
+          <<<tiles, kTileThreads, 0, stream>>>(source, p);
     } else {
-      QuantizeTileKernel<kType, false><<<tiles, kTileThreads, 0, stream>>>(p);
+      TensorTileKernel<Identity<kType, false>, Copies::kBoth>
+          <<<tiles, kTileThreads, 0, stream>>>(source, p);
     }
   });
 }
@@ -70,7 +71,7 @@ ffi::Error QuantizeTensorImpl(cudaStream_t stream, ffi::RemainingArgs args, ffi:
   }
   TE_RETURN_IF_ERROR(Clear(kWhere, stream, p.noop, p.amax, 2 * sizeof(float)));
   if (p.m * p.k == 0) return ffi::Error::Success();
-  Launch(stream, dtype, p, row, col);
+  Launch(stream, dtype, all.args[noop ? 1 : 0].untyped_data(), p);
   return CudaStatus(kWhere, cudaGetLastError());
 }
 

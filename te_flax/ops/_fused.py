@@ -8,6 +8,7 @@ applied to that h. So leaving a result away changes no bit of the others.
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -90,6 +91,8 @@ class Family:
         replicated: dims that the kernel must see whole.
         handler: FFI target.
         handler_attrs: fixed attributes for it.
+        workspace: ``(*operand avals, **attrs) -> bytes`` of scratch memory that the
+            CUDA handler takes besides that for dbias; None for none.
         supports: ``(*avals, **attrs) -> None`` or why the handler cannot serve them.
         variants: the variants that exist.
         examples: case name -> (sizes of single dims, attributes) of small calls.
@@ -106,6 +109,7 @@ class Family:
     replicated: tuple[str, ...] = ()
     handler: str
     handler_attrs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    workspace: Callable[..., int] | None = None
     supports: Callable[..., str | None] | None = None
     variants: tuple[Variant, ...]
     examples: Mapping[str, tuple[Mapping[str, int], Mapping[str, Any]]]
@@ -242,6 +246,28 @@ def _reference(family: Family, v: Variant) -> Callable[..., tuple]:
     return reference
 
 
+# Rows of h in one partial sum of the CUDA kernels: kSumRows of column_sum.cuh.
+_SUM_ROWS = 128
+
+
+def _workspace(family: Family, v: Variant) -> Callable[..., int] | None:
+    """Scratch memory of the CUDA handler: partial sums for dbias, then the family's."""
+    if not v.dbias and family.workspace is None:
+        return None
+
+    def size(*avals: Any, k_ndim: int, **attrs: Any) -> int:
+        own = avals[int(v.noop) : int(v.noop) + len(family.operands)]
+        shape = own[-1].shape
+        split = len(shape) - k_ndim - bool(family.dim)
+        rows, width = math.prod(shape[:split]), math.prod(shape[split:])
+        found = 4 * -(-rows // _SUM_ROWS) * width if v.dbias else 0
+        if family.workspace is not None:
+            found += family.workspace(*own, k_ndim=k_ndim, **attrs)
+        return found
+
+    return size
+
+
 def _declare(family: Family, v: Variant) -> KernelOp:
     results = _results(family, v)
     operands, dtypes = dict(family.operands), dict(family.dtypes)
@@ -279,6 +305,7 @@ def _declare(family: Family, v: Variant) -> KernelOp:
             "dbias": v.dbias,
             "noop": v.noop,
         },
+        workspace=_workspace(family, v),
         aliases={f"prev_{name}": name for name in results} if v.noop else {},
         supports=family.supports,
         cases=tuple(_cases(family, v, operands, formats)),

@@ -4,7 +4,7 @@
 #ifndef TE_FLAX_CUDA_KERNELS_BLOCK_CUH_
 #define TE_FLAX_CUDA_KERNELS_BLOCK_CUH_
 
-#include "cuda/kernels/quantize.cuh"
+#include "cuda/kernels/tensor_sink.cuh"
 
 namespace te_flax::cuda {
 
@@ -13,7 +13,8 @@ constexpr int kTileWarps = kTileThreads / 32;
 static_assert(kTile == 128, "a tile is one 128 x 128 block, and a block of each row and column");
 
 struct BlockQuantize {
-  TensorQuantize copies;  // its scale is not read
+  const void* x;
+  Outputs out;  // of one slice; its scales are those below
   ScaleRule row_rule, col_rule;
   float* row_scale;  // [m, ceil(k / 128)], or of 128 x 128 blocks [ceil(m / 128), ceil(k / 128)]
   float* col_scale;  // [k, ceil(m / 128)]
@@ -24,7 +25,7 @@ struct TileLane {
   int64_t m, k;
   int valid;  // of the columns
 
-  __device__ explicit TileLane(const TensorQuantize& p) {
+  __device__ explicit TileLane(const Outputs& p) {
     const uint32_t tiles = static_cast<uint32_t>((p.k + kTile - 1) / kTile);
     m = int64_t{blockIdx.x / tiles} * kTile + threadIdx.x / 16;
     k = int64_t{blockIdx.x % tiles} * kTile + threadIdx.x % 16 * kPack;
@@ -51,11 +52,12 @@ template <Float dtype>
 using TileData = Pack<dtype>[kTilePacks];
 
 template <bool kFull, Float dtype>
-__device__ inline void LoadTile(const TensorQuantize& p, const TileLane& at,
+__device__ inline void LoadTile(const BlockQuantize& q, const TileLane& at,
                                 TileData<dtype>& packs) {
 #pragma unroll
   for (int i = 0; i < kTilePacks; ++i) {
-    packs[i].Load(p.x, (at.m + 16 * i) * p.k + at.k, at.In<kFull>(i, p.m), kFull || p.row_aligned);
+    packs[i].Load(q.x, (at.m + 16 * i) * q.out.k + at.k, at.In<kFull>(i, q.out.m),
+                  kFull || q.out.aligned);
   }
 }
 
@@ -106,7 +108,7 @@ template <bool kFull, Float dtype>
 __device__ inline void StoreBlockRows(const BlockQuantize& q, const TileLane& at,
                                       const TileData<dtype>& packs,
                                       uint32_t (&largest)[kTilePacks]) {
-  const TensorQuantize& p = q.copies;
+  const Outputs& p = q.out;
   float scale, inverse;
   ScaleOf(__uint_as_float(ReduceRows(largest)), q.row_rule, &scale, &inverse);
   const int64_t m = at.m + 16 * (threadIdx.x % 16 / 2);
@@ -117,7 +119,7 @@ __device__ inline void StoreBlockRows(const BlockQuantize& q, const TileLane& at
   for (int i = 0; i < kTilePacks; ++i) {
     const float of_row = __shfl_sync(~0u, scale, (threadIdx.x & 16) + 2 * i);
     StoreCodes(p.row + (at.m + 16 * i) * p.k + at.k, EncodeScaled(packs[i], of_row, p.row_format),
-               at.In<kFull>(i, p.m), kFull || p.row_aligned);
+               at.In<kFull>(i, p.m), kFull || p.aligned);
   }
 }
 
@@ -131,7 +133,7 @@ struct ColumnScales {
 template <Float dtype>
 __device__ inline void ScaleColumns(const BlockQuantize& q, const TileLane& at,
                                     ColumnScales<dtype>* shared) {
-  const TensorQuantize& p = q.copies;
+  const Outputs& p = q.out;
   const int column = threadIdx.x;
   if (column >= kTile) return;
   uint32_t largest = 0;
@@ -145,7 +147,7 @@ __device__ inline void ScaleColumns(const BlockQuantize& q, const TileLane& at,
   if (k < p.k) q.col_scale[k * ((p.m + kTile - 1) / kTile) + at.m / kTile] = inverse;
 }
 
-// As in QuantizeTileKernel.
+// As in TensorTileKernel.
 using TileCodes = uint32_t[kTile][kTile / 4];
 
 __device__ inline void PutCodes(TileCodes& tile, int i, uint2 codes) {
@@ -156,9 +158,9 @@ __device__ inline void PutCodes(TileCodes& tile, int i, uint2 codes) {
 template <bool kFull, bool kRow, bool kCol, Float dtype>
 __device__ inline void QuantizeBlockTile(const BlockQuantize& q, const TileLane& at, Amax* seen,
                                          TileCodes* tile, ColumnScales<dtype>* shared) {
-  const TensorQuantize& p = q.copies;
+  const Outputs& p = q.out;
   TileData<dtype> packs;
-  LoadTile<kFull>(p, at, packs);
+  LoadTile<kFull>(q, at, packs);
   Pack<dtype> columns = {};
   uint32_t largest[kTilePacks];
 #pragma unroll
@@ -184,30 +186,30 @@ __device__ inline void QuantizeBlockTile(const BlockQuantize& q, const TileLane&
       PutCodes(*tile, i, EncodeScaled(packs[i], scales, p.col_format));
     }
     __syncthreads();
-    StoreTransposed(p, *tile, at.m0(), at.k0());
+    StoreTransposed(p, p.col, *tile, at.m0(), at.k0());
   }
 }
 
 // Whether every pack of the tile is whole and aligned.
-__device__ inline bool IsFull(const TensorQuantize& p, const TileLane& at) {
-  return p.row_aligned && at.m0() + kTile <= p.m && at.k0() + kTile <= p.k;
+__device__ inline bool IsFull(const Outputs& p, const TileLane& at) {
+  return p.aligned && at.m0() + kTile <= p.m && at.k0() + kTile <= p.k;
 }
 
 // 1 x 128 blocks of the row copy, 128 x 1 blocks of the col copy, which is transposed.
 template <Float dtype, bool kRow, bool kCol>
 __global__ void __launch_bounds__(kTileThreads, kTileBlocks<dtype>)
     QuantizeBlockKernel(BlockQuantize q) {
-  if (Skips(q.copies.noop)) return;
+  if (Skips(q.out.noop)) return;
   __shared__ TileCodes tile;
   __shared__ ColumnScales<dtype> columns;
-  const TileLane at(q.copies);
+  const TileLane at(q.out);
   Amax seen;
-  if (IsFull(q.copies, at)) {
+  if (IsFull(q.out, at)) {
     QuantizeBlockTile<true, kRow, kCol, dtype>(q, at, &seen, &tile, &columns);
   } else {
     QuantizeBlockTile<false, kRow, kCol, dtype>(q, at, &seen, &tile, &columns);
   }
-  seen.Store(q.copies.amax);
+  seen.Store(q.out.amax);
 }
 
 // The largest of all threads' values.
@@ -224,9 +226,9 @@ __device__ inline uint32_t ReduceBlock(uint32_t value) {
 template <bool kFull, bool kRow, bool kCol, Float dtype>
 __device__ inline void QuantizeSquare(const BlockQuantize& q, const TileLane& at, Amax* seen,
                                       TileCodes* tile) {
-  const TensorQuantize& p = q.copies;
+  const Outputs& p = q.out;
   TileData<dtype> packs;
-  LoadTile<kFull>(p, at, packs);
+  LoadTile<kFull>(q, at, packs);
 #pragma unroll
   for (int i = 0; i < kTilePacks; ++i) seen->Join(packs[i].Abs().Largest(), packs[i]);
   float scale, inverse;
@@ -238,12 +240,12 @@ __device__ inline void QuantizeSquare(const BlockQuantize& q, const TileLane& at
     if constexpr (kCol) PutCodes(*tile, i, codes);
     if constexpr (kRow) {
       StoreCodes(p.row + (at.m + 16 * i) * p.k + at.k, codes, at.In<kFull>(i, p.m),
-                 kFull || p.row_aligned);
+                 kFull || p.aligned);
     }
   }
   if constexpr (kCol) {
     __syncthreads();
-    StoreTransposed(p, *tile, at.m0(), at.k0());
+    StoreTransposed(p, p.col, *tile, at.m0(), at.k0());
   }
 }
 
@@ -251,16 +253,16 @@ __device__ inline void QuantizeSquare(const BlockQuantize& q, const TileLane& at
 template <Float dtype, bool kRow, bool kCol>
 __global__ void __launch_bounds__(kTileThreads, kTileBlocks<dtype>)
     QuantizeSquareKernel(BlockQuantize q) {
-  if (Skips(q.copies.noop)) return;
+  if (Skips(q.out.noop)) return;
   __shared__ TileCodes tile;
-  const TileLane at(q.copies);
+  const TileLane at(q.out);
   Amax seen;
-  if (IsFull(q.copies, at)) {
+  if (IsFull(q.out, at)) {
     QuantizeSquare<true, kRow, kCol, dtype>(q, at, &seen, &tile);
   } else {
     QuantizeSquare<false, kRow, kCol, dtype>(q, at, &seen, &tile);
   }
-  seen.Store(q.copies.amax);
+  seen.Store(q.out.amax);
 }
 
 }  // namespace te_flax::cuda

@@ -75,6 +75,57 @@ struct Pack {
     }
   }
 
+  // Stores the first `valid` elements.
+  __device__ void Store(void* x, int64_t index, int valid, bool aligned) const {
+    char* to = static_cast<char*>(x) + index * kBytes;
+    if (aligned && valid == kPack) {
+#pragma unroll
+      for (int i = 0; i < kWords; i += 4) {
+        *reinterpret_cast<uint4*>(to + 4 * i) =
+            make_uint4(words[i], words[i + 1], words[i + 2], words[i + 3]);
+      }
+      return;
+    }
+#pragma unroll
+    for (int j = 0; j < kPack; ++j) {
+      if (j >= valid) continue;
+      if constexpr (dtype == Float::kF32) {
+        reinterpret_cast<uint32_t*>(to)[j] = words[j];
+      } else {
+        reinterpret_cast<uint16_t*>(to)[j] = static_cast<uint16_t>(words[j / 2] >> (16 * (j % 2)));
+      }
+    }
+  }
+
+  // Makes zeros of all but the first `valid` elements.
+  __device__ void Keep(int valid) {
+#pragma unroll
+    for (int j = 0; j < kPack; ++j) {
+      if (j < valid) continue;
+      if constexpr (dtype == Float::kF32) {
+        words[j] = 0;
+      } else {
+        words[j / 2] &= j % 2 == 0 ? 0xffff0000u : 0x0000ffffu;
+      }
+    }
+  }
+
+  // Rounds eight elements to nearest even. They are not subnormal.
+  __device__ void Round(const float (&v)[kPack]) {
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      if constexpr (dtype == Float::kF32) {
+        words[i] = __float_as_uint(v[i]);
+      } else if constexpr (dtype == Float::kBf16) {
+        const __nv_bfloat162 pair = __floats2bfloat162_rn(v[2 * i], v[2 * i + 1]);
+        words[i] = __bfloat16_as_ushort(pair.x) | uint32_t{__bfloat16_as_ushort(pair.y)} << 16;
+      } else {
+        const __half2 pair = __floats2half2_rn(v[2 * i], v[2 * i + 1]);
+        words[i] = __half_as_ushort(pair.x) | uint32_t{__half_as_ushort(pair.y)} << 16;
+      }
+    }
+  }
+
   // The float32 bits of element j, not flushed.
   __device__ uint32_t Bits(int j) const {
     if constexpr (dtype == Float::kF32) {

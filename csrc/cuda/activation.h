@@ -1,0 +1,44 @@
+// The launches of the activations; each lies in a file of its own, for they take long to compile.
+#ifndef TE_FLAX_CUDA_ACTIVATION_H_
+#define TE_FLAX_CUDA_ACTIVATION_H_
+
+#include "common/activation.h"
+#include "cuda/fused.h"
+#include "cuda/kernels/activation_source.cuh"
+
+namespace te_flax::cuda {
+
+inline ActivationInput InputOf(const ActivationCall& x) {
+  return {x.activation, x.slices, {x.limit, x.alpha, x.offset}, x.cols, x.dtype, x.x, {}, nullptr};
+}
+
+// h = f(x0) [g(x1)].
+ffi::Error RunForward(cudaStream_t stream, const FusedCall& call, const FusedShape& shape,
+                      const ActivationInput& in);
+
+// Both cotangents of a gated activation.
+ffi::Error RunGatedBackward(cudaStream_t stream, const FusedCall& call, const FusedShape& shape,
+                            const ActivationInput& in);
+
+// Runs Source<dtype of h, whether an operand may be float32>, made of `in`.
+template <template <Float, bool> class Source>
+ffi::Error RunTyped(cudaStream_t stream, const FusedCall& call, const ActivationInput& in,
+                    const Outputs& out) {
+  const bool wide = in.x_dtype == Float::kF32 || (in.dy != nullptr && in.dy_dtype == Float::kF32);
+  ffi::Error error;
+  WithFloat(call.dtype, [&](auto type) {
+    constexpr Float kType = decltype(type)::value;
+    if constexpr (kType != Float::kF32) {
+      if (!wide) {
+        error = RunFused(stream, call, Source<kType, false>{in}, out);
+        return;
+      }
+    }
+    error = RunFused(stream, call, Source<kType, true>{in}, out);
+  });
+  return error;
+}
+
+}  // namespace te_flax::cuda
+
+#endif  // TE_FLAX_CUDA_ACTIVATION_H_

@@ -1,0 +1,27 @@
+// Launches of the cotangents of gated activations on CUDA.
+#include "cuda/activation.h"
+
+namespace te_flax::cuda {
+namespace {
+
+template <Float dtype, bool kWide>
+using GatedBackward = ActivationBackward<dtype, kWide, 2>;
+
+}  // namespace
+
+ffi::Error RunGatedBackward(cudaStream_t stream, const FusedCall& call, const FusedShape& shape,
+                            const ActivationInput& in) {
+  Outputs out;
+  if (call.scaling != Scaling::kMxfp8 || shape.cols % kMxBlock == 0) {
+    TE_RETURN_IF_ERROR(Describe(stream, call, shape, {in.x, in.dy}, &out));
+    return RunTyped<GatedBackward>(stream, call, in, out);
+  }
+  TE_RETURN_IF_ERROR(Describe(stream, call, {shape.rows, 1, shape.Width()}, {}, &out));
+  ffi::Error error;
+  WithFloat(call.dtype, [&](auto type) {
+    error = RunMxfp8(stream, call, StraddlingBackward<decltype(type)::value>{in}, out);
+  });
+  return error;
+}
+
+}  // namespace te_flax::cuda

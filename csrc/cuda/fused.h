@@ -1,0 +1,98 @@
+// From one call of a fused op to its launches: what every handler with a Source does around it.
+#ifndef TE_FLAX_CUDA_FUSED_H_
+#define TE_FLAX_CUDA_FUSED_H_
+
+#include <initializer_list>
+
+#include "common/fused.h"
+#include "cuda/kernels/mxfp8_sink.cuh"
+#include "cuda/kernels/tensor_sink.cuh"
+#include "cuda/launch.h"
+
+namespace te_flax::cuda {
+
+// Bytes of the partial sums for dbias, at the start of the workspace.
+inline int64_t SumBytes(const FusedCall& call, const FusedShape& shape) {
+  if (call.dbias == nullptr) return 0;
+  return (shape.rows + kSumRows - 1) / kSumRows * shape.Width() * int64_t{sizeof(float)};
+}
+
+// Checks the results, obeys noop, clears amax (and dbias where nothing else writes it), and fills
+// the kernels' view. `reads`: the pointers that a Source loads whole packs from.
+inline ffi::Error Describe(cudaStream_t stream, const FusedCall& call, const FusedShape& shape,
+                           std::initializer_list<const void*> reads, Outputs* out) {
+  TE_RETURN_IF_ERROR(CheckResults(call, shape));
+  if (call.workspace_bytes < SumBytes(call, shape)) {
+    return Invalid(call.where, "workspace", "hold the partial sums",
+                   std::to_string(call.workspace_bytes) + " bytes", kReport);
+  }
+  *out = {};
+  if (call.noop) {
+    TE_ASSIGN_OR_RETURN(flag, TakeNoop(call.where, stream, call.all));
+    out->noop = flag;
+  }
+  out->m = shape.rows;
+  out->k = shape.cols;
+  out->h = call.h;
+  out->scale = call.scale;
+  out->row = call.row;
+  out->col = call.col;
+  out->row_scale = call.row_scale;
+  out->col_scale = call.col_scale;
+  out->row_format = call.row_format;
+  out->col_format = call.row == nullptr || call.col != nullptr ? call.col_format : call.row_format;
+  out->sums = call.dbias == nullptr ? nullptr : reinterpret_cast<float*>(call.workspace);
+  out->amax = static_cast<uint32_t*>(call.amax);
+  out->aligned = shape.cols % kPack == 0 && AlignedTo(call.h, 16) && AlignedTo(call.row, 8);
+  for (const void* pointer : reads) out->aligned &= AlignedTo(pointer, 16);
+  if (call.scaling == Scaling::kMxfp8) {
+    out->aligned &= AlignedTo(call.col, 8) && AlignedTo(call.col_scale, 8);
+  }
+  out->col_aligned = AlignedTo(call.col, 16) && shape.rows % 16 == 0;
+  TE_RETURN_IF_ERROR(Clear(call.where, stream, out->noop, out->amax, 2 * sizeof(float)));
+  if (call.dbias == nullptr || shape.rows > 0) return ffi::Error::Success();
+  return Clear(call.where, stream, out->noop, call.dbias, shape.Width() * int64_t{sizeof(float)});
+}
+
+// result[width] = the sums of parts[n, width] over n, in a fixed order.
+inline ffi::Error JoinSums(std::string_view where, cudaStream_t stream, const uint32_t* noop,
+                           const float* parts, int64_t n, int64_t width, float* result) {
+  constexpr int kRows = 8;
+  JoinSumsKernel<kRows><<<Blocks(width, kJoinColumns), dim3(kJoinColumns, kRows), 0, stream>>>(
+      noop, parts, n, width, result);
+  return CudaStatus(where, cudaGetLastError());
+}
+
+// Writes dbias, if it is asked for, from the partial sums of a kernel.
+inline ffi::Error FinishSums(cudaStream_t stream, const FusedCall& call, int64_t width,
+                             const Outputs& out) {
+  TE_RETURN_IF_ERROR(CudaStatus(call.where, cudaGetLastError()));
+  if (call.dbias == nullptr) return ffi::Error::Success();
+  return JoinSums(call.where, stream, out.noop, out.sums, (out.m + kSumRows - 1) / kSumRows, width,
+                  call.dbias);
+}
+
+// Run the kernels of a call that Describe() has described.
+template <class Source>
+ffi::Error RunMxfp8(cudaStream_t stream, const FusedCall& call, const Source& source,
+                    const Outputs& out) {
+  if (out.m * out.k == 0) return ffi::Error::Success();
+  Mxfp8Kernel<Source, Copies::kAny>
+      <<<Blocks(Mxfp8Blocks<Source>(out), 1), Mxfp8Shape<Source>::kThreads, 0, stream>>>(source,
+                                                                                         out);
+  return FinishSums(stream, call, Source::kSlices * out.k, out);
+}
+
+template <class Source>
+ffi::Error RunFused(cudaStream_t stream, const FusedCall& call, const Source& source,
+                    const Outputs& out) {
+  if (call.scaling == Scaling::kMxfp8) return RunMxfp8(stream, call, source, out);
+  if (out.m * out.k == 0) return ffi::Error::Success();
+  TensorTileKernel<Source, Copies::kAny>
+      <<<Blocks(TensorTiles(out), 1), kTileThreads, 0, stream>>>(source, out);
+  return FinishSums(stream, call, Source::kSlices * out.k, out);
+}
+
+}  // namespace te_flax::cuda
+
+#endif  // TE_FLAX_CUDA_FUSED_H_

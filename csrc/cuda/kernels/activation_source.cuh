@@ -1,0 +1,223 @@
+// Sources of h = f(x0) [g(x1)] and of its cotangents. Raw pointers, no XLA or nanobind includes.
+#ifndef TE_FLAX_CUDA_KERNELS_ACTIVATION_SOURCE_CUH_
+#define TE_FLAX_CUDA_KERNELS_ACTIVATION_SOURCE_CUH_
+
+#include "cuda/kernels/activation.cuh"
+#include "cuda/kernels/source.cuh"
+
+namespace te_flax::cuda {
+
+// Eight elements of a type that is known when the kernel runs. Without kWide it has 16 bits.
+template <bool kWide>
+struct AnyPack {
+  uint32_t words[kWide ? 8 : 4];
+
+  template <Float dtype>
+  __device__ void Take(const Pack<dtype>& pack) {
+#pragma unroll
+    for (int i = 0; i < Pack<dtype>::kWords; ++i) words[i] = pack.words[i];
+  }
+
+  template <Float dtype>
+  __device__ Pack<dtype> As() const {
+    Pack<dtype> pack;
+#pragma unroll
+    for (int i = 0; i < Pack<dtype>::kWords; ++i) pack.words[i] = words[i];
+    return pack;
+  }
+
+  template <Float dtype>
+  __device__ void WidenAs(Eight& v) const {
+    const Pack<dtype> pack = As<dtype>();
+#pragma unroll
+    for (int j = 0; j < kPack; ++j) v[j] = __uint_as_float(pack.Bits(j));
+  }
+
+  __device__ void Load(Float dtype, const void* __restrict__ x, int64_t index, int valid,
+                       bool aligned) {
+    if constexpr (kWide) {
+      if (dtype == Float::kF32) {
+        Pack<Float::kF32> pack;
+        pack.Load(x, index, valid, aligned);
+        return Take(pack);
+      }
+    }
+    Pack<Float::kBf16> pack;  // float16 lies in memory alike
+    pack.Load(x, index, valid, aligned);
+    Take(pack);
+  }
+
+  __device__ void Widen(Float dtype, Eight& v) const {
+    if constexpr (kWide) {
+      if (dtype == Float::kF32) return WidenAs<Float::kF32>(v);
+    }
+    if (dtype == Float::kBf16) return WidenAs<Float::kBf16>(v);
+    WidenAs<Float::kF16>(v);
+  }
+};
+
+// x [m, slices, k] and dy [m, k].
+struct ActivationInput {
+  Activation activation;
+  int slices;
+  Parameters parameters;
+  int64_t k;
+  Float x_dtype;
+  const void* x;
+  Float dy_dtype;
+  const void* dy;
+};
+
+template <Float dtype, bool kWide>
+struct ActivationForward {
+  static constexpr Float kType = dtype;
+  static constexpr int kSlices = 1;
+  static constexpr int kLoads = kWide ? 1 : 2;
+  static constexpr bool kFused = true;
+  struct Raw {
+    AnyPack<kWide> x[2];
+  };
+  struct Columns {};
+
+  ActivationInput in;
+
+  __device__ Columns Begin(const Lane&) const { return {}; }
+
+  __device__ void Load(const Position& at, Raw* raw) const {
+    const int64_t index = at.m * in.slices * in.k + at.k;
+    raw->x[0].Load(in.x_dtype, in.x, index, at.valid, at.aligned);
+    if (in.slices == 2) raw->x[1].Load(in.x_dtype, in.x, index + in.k, at.valid, at.aligned);
+  }
+
+  __device__ void Make(const Columns&, const Position&, const Raw& raw, Pack<dtype> (&h)[1]) const {
+    Eight x, value, slope;
+    raw.x[0].Widen(in.x_dtype, x);
+    Activate<false>(in.activation, x, in.parameters, value, slope);
+    if (in.slices == 2) {
+      Eight gate;
+      raw.x[1].Widen(in.x_dtype, x);
+      Gate<false>(in.activation, x, in.parameters, gate, slope);
+#pragma unroll
+      for (int j = 0; j < kPack; ++j) value[j] = MulFtz(value[j], gate[j]);
+    }
+    h[0].Round(value);
+  }
+};
+
+// dx0 = dy f'(x0) g(x1) and dx1 = dy f(x0) g'(x1), or dx0 = dy f'(x0) alone.
+template <int kSlices, bool kWide>
+struct Cotangents {
+  struct Raw {
+    AnyPack<kWide> dy;
+    AnyPack<kWide> x[kSlices];
+  };
+
+  __device__ static void Make(const ActivationInput& in, const Raw& raw, Eight (&dx)[kSlices]) {
+    Eight x, dy, value, slope;
+    raw.x[0].Widen(in.x_dtype, x);
+    raw.dy.Widen(in.dy_dtype, dy);
+    Activate<true>(in.activation, x, in.parameters, value, slope);
+#pragma unroll
+    for (int j = 0; j < kPack; ++j) dx[0][j] = MulFtz(dy[j], slope[j]);
+    if constexpr (kSlices == 2) {
+      Eight gate, gate_slope;
+      raw.x[1].Widen(in.x_dtype, x);
+      Gate<true>(in.activation, x, in.parameters, gate, gate_slope);
+#pragma unroll
+      for (int j = 0; j < kPack; ++j) {
+        dx[0][j] = MulFtz(dx[0][j], gate[j]);
+        dx[1][j] = MulFtz(MulFtz(dy[j], value[j]), gate_slope[j]);
+      }
+    }
+  }
+};
+
+template <Float dtype, bool kWide, int slices>
+struct ActivationBackward {
+  static constexpr Float kType = dtype;
+  static constexpr int kSlices = slices;
+  static constexpr int kLoads = kWide || slices == 2 ? 1 : 2;
+  static constexpr bool kFused = true;
+  using Raw = typename Cotangents<slices, kWide>::Raw;
+  struct Columns {};
+
+  ActivationInput in;
+
+  __device__ Columns Begin(const Lane&) const { return {}; }
+
+  __device__ void Load(const Position& at, Raw* raw) const {
+    raw->dy.Load(in.dy_dtype, in.dy, at.m * in.k + at.k, at.valid, at.aligned);
+#pragma unroll
+    for (int s = 0; s < slices; ++s) {
+      const int64_t index = (at.m * slices + s) * in.k + at.k;
+      raw->x[s].Load(in.x_dtype, in.x, index, at.valid, at.aligned);
+    }
+  }
+
+  __device__ void Make(const Columns&, const Position&, const Raw& raw,
+                       Pack<dtype> (&h)[slices]) const {
+    Eight dx[slices];
+    Cotangents<slices, kWide>::Make(in, raw, dx);
+#pragma unroll
+    for (int s = 0; s < slices; ++s) h[s].Round(dx[s]);
+  }
+};
+
+// Both cotangents as one slice of 2 k columns, for MXFP8 blocks that straddle the slices: element
+// by element, and each is computed twice.
+template <Float dtype>
+struct StraddlingBackward {
+  static constexpr Float kType = dtype;
+  static constexpr int kSlices = 1;
+  static constexpr int kLoads = 1;
+  static constexpr bool kFused = true;
+  using Raw = Cotangents<2, true>::Raw;
+  struct Columns {};
+
+  ActivationInput in;
+
+  __device__ Columns Begin(const Lane&) const { return {}; }
+
+  __device__ void Load(const Position& at, Raw* raw) const {
+    Eight dy, x[2];
+#pragma unroll
+    for (int j = 0; j < kPack; ++j) {
+      const int64_t k = (at.k + j) % in.k;
+      const bool valid = j < at.valid;
+      dy[j] = One(in.dy_dtype, in.dy, at.m * in.k + k, valid);
+      x[0][j] = One(in.x_dtype, in.x, at.m * 2 * in.k + k, valid);
+      x[1][j] = One(in.x_dtype, in.x, (at.m * 2 + 1) * in.k + k, valid);
+    }
+    Hold(dy, &raw->dy);
+    Hold(x[0], &raw->x[0]);
+    Hold(x[1], &raw->x[1]);
+  }
+
+  __device__ void Make(const Columns&, const Position& at, const Raw& raw,
+                       Pack<dtype> (&h)[1]) const {
+    ActivationInput wide = in;
+    wide.x_dtype = wide.dy_dtype = Float::kF32;
+    Eight dx[2], picked;
+    Cotangents<2, true>::Make(wide, raw, dx);
+#pragma unroll
+    for (int j = 0; j < kPack; ++j) picked[j] = at.k + j < in.k ? dx[0][j] : dx[1][j];
+    h[0].Round(picked);
+  }
+
+  __device__ static float One(Float type, const void* x, int64_t index, bool valid) {
+    if (!valid) return 0.0f;
+    if (type == Float::kF32) return __ldg(static_cast<const float*>(x) + index);
+    const uint16_t bits = __ldg(static_cast<const uint16_t*>(x) + index);
+    if (type == Float::kBf16) return __uint_as_float(uint32_t{bits} << 16);
+    return __half2float(__ushort_as_half(bits));
+  }
+
+  __device__ static void Hold(const Eight& v, AnyPack<true>* pack) {
+#pragma unroll
+    for (int j = 0; j < kPack; ++j) pack->words[j] = __float_as_uint(v[j]);
+  }
+};
+
+}  // namespace te_flax::cuda
+
+#endif  // TE_FLAX_CUDA_KERNELS_ACTIVATION_SOURCE_CUH_

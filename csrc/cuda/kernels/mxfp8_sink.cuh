@@ -1,0 +1,282 @@
+// MXFP8 quantization: codes with blocks of 32 along rows and along columns, their e8m0 scales and
+// the amax of h, from one pass over what makes h. Raw pointers, no XLA or nanobind includes.
+#ifndef TE_FLAX_CUDA_KERNELS_MXFP8_SINK_CUH_
+#define TE_FLAX_CUDA_KERNELS_MXFP8_SINK_CUH_
+
+#include "cuda/kernels/amax.cuh"
+#include "cuda/kernels/column_sum.cuh"
+#include "cuda/kernels/source.cuh"
+
+namespace te_flax::cuda {
+
+constexpr int kMxBlock = 32;
+constexpr int kMxTileColumns = 64;  // of the tile of one warp, which has 32 rows
+// Index of scale (r, c) of a [rows, columns] array in tiles of 128 x 4, in the order that the
+// block-scaled matrix products read: [r / 128, c / 4, r % 32, r % 128 / 32, c % 4].
+__device__ inline int64_t SwizzledIndex(int64_t r, int64_t c, int64_t columns) {
+  const int64_t tile = r / 128 * ((columns + 3) / 4) + c / 4;
+  return tile * 512 + r % 32 * 16 + r % 128 / 32 * 4 + c % 4;
+}
+
+// Where the copies of one slice are, as rows `stride` apart.
+struct Mxfp8Slice {
+  int64_t first;        // of the slice, in row, col and a row of col_scale
+  int64_t stride;       // of row, col and col_scale
+  int64_t first_block;  // of the slice, in a row of row_scale
+};
+
+// Row codes and scales of one warp's tile. With kFull every pack is whole and aligned.
+template <bool kFull, Float dtype>
+__device__ inline void StoreRows(const Outputs& out, const Lane& at, const Mxfp8Slice& slice,
+                                 const Pack<dtype> (&packs)[kLaneRows],
+                                 uint32_t (&largest)[kLaneRows]) {
+  const int64_t blocks = (slice.stride + kMxBlock - 1) / kMxBlock;
+  const int64_t block = slice.first_block + at.k / kMxBlock;
+  // Four rows on, a swizzled scale is 64 bytes on: 32 rows never leave a tile.
+  uint8_t* scale =
+      out.row_scale + (out.swizzled ? SwizzledIndex(at.m, block, blocks) : at.m * blocks + block);
+  const int64_t step = out.swizzled ? 64 : 4 * blocks;
+  uint8_t* row = out.row + at.m * slice.stride + slice.first + at.k;
+#pragma unroll
+  for (int i = 0; i < kLaneRows; ++i, row += 4 * slice.stride, scale += step) {
+    uint32_t amax = largest[i];
+    amax = max(amax, __shfl_xor_sync(~0u, amax, 1));
+    amax = max(amax, __shfl_xor_sync(~0u, amax, 2));
+    const uint32_t e8m0 = BlockScale(amax, out.row_format);
+    const float factor = BlockFactor(e8m0);
+    float v[kPack];
+#pragma unroll
+    for (int j = 0; j < kPack; ++j) v[j] = MulFtz(__uint_as_float(packs[i].Bits(j)), factor);
+    if (e8m0 == 254) {
+#pragma unroll
+      for (int j = 0; j < kPack; ++j) v[j] = MulFtz(v[j], 0x1p-64f);
+    }
+    const int valid = kFull ? kPack : at.m + 4 * i < out.m ? at.valid : 0;
+    StoreCodes(row, Encode8(v, out.row_format), valid, kFull || out.aligned);
+    if (threadIdx.x % 4 == 0 && valid > 0) *scale = static_cast<uint8_t>(e8m0);
+  }
+}
+
+// Column codes and scales of one warp's tile; `columns` holds the lane's largest magnitudes.
+template <bool kFull, Float dtype>
+__device__ inline void StoreColumns(const Outputs& out, const Lane& at, const Mxfp8Slice& slice,
+                                    const Pack<dtype> (&packs)[kLaneRows], Pack<dtype>& columns) {
+#pragma unroll
+  for (int distance = 8; distance < 32; distance *= 2) {
+    Pack<dtype> other;
+#pragma unroll
+    for (int w = 0; w < Pack<dtype>::kWords; ++w) {
+      other.words[w] = __shfl_xor_sync(~0u, columns.words[w], distance);
+    }
+    columns.Join(other);
+  }
+  uint32_t scales[kPack];
+  float factors[kPack];
+  bool infinite = false;
+#pragma unroll
+  for (int j = 0; j < kPack; ++j) {
+    scales[j] = BlockScale(columns.Bits(j), out.col_format);
+    factors[j] = BlockFactor(scales[j]);
+    infinite |= scales[j] == 254;
+  }
+  uint8_t* col = out.col + at.m * slice.stride + slice.first + at.k;
+#pragma unroll
+  for (int i = 0; i < kLaneRows; ++i, col += 4 * slice.stride) {
+    float v[kPack];
+#pragma unroll
+    for (int j = 0; j < kPack; ++j) v[j] = MulFtz(__uint_as_float(packs[i].Bits(j)), factors[j]);
+    if (infinite) {
+#pragma unroll
+      for (int j = 0; j < kPack; ++j) v[j] = MulFtz(v[j], scales[j] == 254 ? 0x1p-64f : 1.0f);
+    }
+    const int valid = kFull ? kPack : at.m + 4 * i < out.m ? at.valid : 0;
+    StoreCodes(col, Encode8(v, out.col_format), valid, kFull || out.aligned);
+  }
+  const int64_t block = at.m / kMxBlock;
+  if (threadIdx.x % 32 >= 8 || block * kMxBlock >= out.m) return;
+  if (out.swizzled) {  // of the transpose: the columns are its rows, 16 bytes apart in a tile
+    uint8_t* to =
+        out.col_scale + SwizzledIndex(slice.first + at.k, block, (out.m + kMxBlock - 1) / kMxBlock);
+#pragma unroll
+    for (int j = 0; j < kPack; ++j) {
+      if (kFull || j < at.valid) to[16 * j] = static_cast<uint8_t>(scales[j]);
+    }
+    return;
+  }
+  const uint2 bytes = make_uint2(scales[0] | scales[1] << 8 | scales[2] << 16 | scales[3] << 24,
+                                 scales[4] | scales[5] << 8 | scales[6] << 16 | scales[7] << 24);
+  StoreCodes(out.col_scale + block * slice.stride + slice.first + at.k, bytes,
+             kFull ? kPack : at.valid, kFull || out.aligned);
+}
+
+// How the warps of a block lie. Plain quantizers go along the rows of x. Fused kernels fill
+// kSumRows rows; theirs are fewer where packs of h that wait in shared memory would not fit.
+template <class Source>
+struct Mxfp8Shape {
+  // Slices that wait together. Two of float32 would not fit: they are made twice.
+  static constexpr int kHeld = Source::kType == Float::kF32 ? 1 : Source::kSlices;
+  static constexpr int kWarps = Source::kType == Float::kF32 || Source::kSlices > 1 ? 4 : 8;
+  static constexpr int kDown = Source::kFused ? kSumRows / kMxBlock : 1;
+  static constexpr int kAcross = Source::kFused ? kWarps / kDown : 8;
+  static constexpr int kThreads = 32 * kDown * kAcross;
+  static constexpr int kColumns = kAcross * kMxTileColumns;
+};
+
+// Joins the column sums of the warps of one block and stores them.
+template <class Shape, Float dtype>
+__device__ inline void StoreWarpSums(const Outputs& out, const Lane& at, const Mxfp8Slice& slice,
+                                     const Pack<dtype> (&packs)[kLaneRows]) {
+  __shared__ float blocks[Shape::kDown][Shape::kColumns];
+  const int warp = threadIdx.x / 32;
+  LaneSums sums;
+#pragma unroll
+  for (int i = 0; i < kLaneRows; ++i) sums.Add(packs[i]);
+  sums.Join(8);
+  sums.Join(16);
+  __syncthreads();  // what was there may still be read
+  if (threadIdx.x % 32 < 8) {
+    const int column = warp % Shape::kAcross * kMxTileColumns + threadIdx.x % 8 * kPack;
+    sums.Store(&blocks[warp / Shape::kAcross][column]);
+  }
+  __syncthreads();
+  const int column = threadIdx.x;
+  const int64_t k = at.k / Shape::kColumns * Shape::kColumns + column;
+  if (column >= Shape::kColumns || k >= out.k) return;
+  float sum = blocks[0][column];
+#pragma unroll
+  for (int b = 1; b < Shape::kDown; ++b) sum = AddFtz(sum, blocks[b][column]);
+  out.sums[at.m / kSumRows * slice.stride + slice.first + k] = sum;
+}
+
+// Copies, amax and column sums of one slice, whose packs are in registers.
+template <bool kFull, Copies copies, class Source>
+__device__ inline void ConsumeMxfp8(const Outputs& out, const Lane& at, const Mxfp8Slice& slice,
+                                    const Pack<Source::kType> (&packs)[kLaneRows], Amax* seen) {
+  Pack<Source::kType> columns = {};
+  uint32_t largest[kLaneRows];
+#pragma unroll
+  for (int i = 0; i < kLaneRows; ++i) {
+    const Pack<Source::kType> abs = packs[i].Abs();
+    if (HasCol<copies>(out)) columns.Join(abs);
+    largest[i] = abs.Largest();
+    seen->Join(largest[i], packs[i]);
+  }
+  if (HasRow<copies>(out)) StoreRows<kFull>(out, at, slice, packs, largest);
+  if (HasCol<copies>(out)) StoreColumns<kFull>(out, at, slice, packs, columns);
+}
+
+// The packs of one lane, made one after the other, wait in shared memory.
+template <class Source>
+using Waiting = Pack<Source::kType>[kLaneRows][Mxfp8Shape<Source>::kThreads];
+
+template <class Source>
+__device__ inline void MakeWaiting(const Source& source, const Outputs& out, const Lane& at,
+                                   int first_slice,
+                                   Waiting<Source> (&waiting)[Mxfp8Shape<Source>::kHeld]) {
+  WalkLane(source, out, at, [&](int i, const Position&, Pack<Source::kType>(&h)[Source::kSlices]) {
+#pragma unroll
+    for (int s = 0; s < Source::kSlices; ++s) {
+      const int held = s - first_slice;
+      if (held < 0 || held >= Mxfp8Shape<Source>::kHeld) continue;
+      waiting[held][i][threadIdx.x] = h[s];
+    }
+  });
+}
+
+// One warp's tile of a plain quantizer: x stays in registers.
+template <bool kFull, Copies copies, class Source>
+__device__ inline void QuantizeMxfp8Tile(const Source& source, const Outputs& out, const Lane& at,
+                                         Amax* seen) {
+  Pack<Source::kType> packs[kLaneRows];
+#pragma unroll
+  for (int i = 0; i < kLaneRows; ++i) source.Load(PositionOf<kFull>(at, i, out), &packs[i]);
+  ConsumeMxfp8<kFull, copies, Source>(out, at, {0, out.k, 0}, packs, seen);
+}
+
+// Every slice of one warp's tile, the packs of h by way of shared memory.
+template <Copies copies, class Source>
+__device__ inline void FuseMxfp8Tile(const Source& source, const Outputs& out, const Lane& at,
+                                     bool full, Amax* seen) {
+  using Shape = Mxfp8Shape<Source>;
+  __shared__ Waiting<Source> waiting[Shape::kHeld];
+#pragma unroll 1
+  for (int first = 0; first < Source::kSlices; first += Shape::kHeld) {
+    MakeWaiting(source, out, at, first, waiting);
+#pragma unroll 1
+    for (int held = 0; held < Shape::kHeld; ++held) {
+      Pack<Source::kType> packs[kLaneRows];
+#pragma unroll
+      for (int i = 0; i < kLaneRows; ++i) packs[i] = waiting[held][i][threadIdx.x];
+      const int64_t s = first + held;
+      const Mxfp8Slice slice = {s * out.k, Source::kSlices * out.k, s * (out.k / kMxBlock)};
+      if (full) {
+        ConsumeMxfp8<true, copies, Source>(out, at, slice, packs, seen);
+      } else {
+        ConsumeMxfp8<false, copies, Source>(out, at, slice, packs, seen);
+      }
+      if (out.sums != nullptr) StoreWarpSums<Shape>(out, at, slice, packs);
+    }
+  }
+}
+
+// Two blocks of 256 threads on a multiprocessor where x takes 64 registers, or both copies need
+// their factors; three would spill there. Elsewhere three are 9 to 14 % faster.
+template <class Source, Copies copies>
+constexpr int kMxBlocks =
+    256 / Mxfp8Shape<Source>::kThreads *
+    (Source::kType == Float::kF32 || copies == Copies::kBoth || copies == Copies::kAny ? 2 : 3);
+
+// A warp makes 32 rows x 64 columns: lane % 8 chooses 8 columns, lane / 8 the rows. The four lanes
+// of a row block are neighbours and those of a column block 8 apart, so that two shuffles join
+// either. With several slices, k is a multiple of 32.
+template <class Source, Copies copies>
+__global__ void __launch_bounds__(Mxfp8Shape<Source>::kThreads, (kMxBlocks<Source, copies>))
+    Mxfp8Kernel(Source source, Outputs out) {
+  if (Skips(out.noop)) return;
+  using Shape = Mxfp8Shape<Source>;
+  const int lane = threadIdx.x % 32;
+  const int warp = threadIdx.x / 32;
+  // 2^32 tiles would be more elements than any memory holds.
+  uint32_t down, across;
+  if constexpr (Shape::kDown == 1) {  // the warps of all blocks in a row
+    const uint32_t tiles = static_cast<uint32_t>((out.k + kMxTileColumns - 1) / kMxTileColumns);
+    const uint32_t tile = blockIdx.x * Shape::kAcross + warp;
+    down = tile / tiles, across = tile % tiles;
+  } else {
+    const uint32_t tiles = static_cast<uint32_t>((out.k + Shape::kColumns - 1) / Shape::kColumns);
+    down = blockIdx.x / tiles * Shape::kDown + warp / Shape::kAcross;
+    across = blockIdx.x % tiles * Shape::kAcross + warp % Shape::kAcross;
+  }
+  Lane at;
+  at.m = int64_t{down} * kMxBlock + lane / 8;
+  at.k = int64_t{across} * kMxTileColumns + lane % 8 * kPack;
+  const int64_t left = out.k - at.k;
+  at.valid = static_cast<int>(left < 0 ? 0 : left < kPack ? left : kPack);
+  const bool full = out.aligned && at.k - lane % 8 * kPack + kMxTileColumns <= out.k &&
+                    at.m - lane / 8 + kMxBlock <= out.m;
+  Amax seen;
+  if constexpr (Source::kFused) {
+    FuseMxfp8Tile<copies>(source, out, at, full, &seen);
+  } else if (full) {
+    QuantizeMxfp8Tile<true, copies>(source, out, at, &seen);
+  } else {
+    QuantizeMxfp8Tile<false, copies>(source, out, at, &seen);
+  }
+  seen.Store(out.amax);
+}
+
+// The blocks of a grid of it.
+template <class Source>
+int64_t Mxfp8Blocks(const Outputs& out) {
+  using Shape = Mxfp8Shape<Source>;
+  const auto ceil = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
+  if constexpr (Shape::kDown == 1) {
+    return ceil(ceil(out.m, kMxBlock) * ceil(out.k, kMxTileColumns), Shape::kAcross);
+  } else {
+    return ceil(out.m, kSumRows) * ceil(out.k, Shape::kColumns);
+  }
+}
+
+}  // namespace te_flax::cuda
+
+#endif  // TE_FLAX_CUDA_KERNELS_MXFP8_SINK_CUH_

@@ -1,0 +1,45 @@
+// FFI handler of the quantizers that also sum x over the tokens on CUDA: h is x itself.
+#include "cuda/activation.h"
+
+namespace te_flax::cuda {
+namespace {
+
+constexpr std::string_view kWhere = "quantize_dbias";
+
+ffi::Error QuantizeDbiasImpl(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                             ffi::Dictionary attrs) {
+  FusedCall call;
+  TE_RETURN_IF_ERROR(ReadFused(kWhere, args, rets, attrs, 1, 0, Workspace::kForSums, &call));
+  TE_ASSIGN_OR_RETURN(k_ndim, Attr<int64_t>(kWhere, attrs, "k_ndim"));
+  const ffi::AnyBuffer& x = call.own[0];
+  TE_ASSIGN_OR_RETURN(extent, AsExtent(kWhere, x, k_ndim));
+  TE_ASSIGN_OR_RETURN(dtype, FloatOf(kWhere, "x", x.element_type()));
+  const FusedShape shape = {extent.rows, 1, extent.cols};
+  if (dtype != call.dtype) {  // x rounded to another type
+    const void* data = x.untyped_data();
+    return RunForward(stream, call, shape,
+                      {Activation::kLinear, 1, {}, extent.cols, dtype, data, {}, nullptr});
+  }
+  Outputs out;
+  TE_RETURN_IF_ERROR(Describe(stream, call, shape, {x.untyped_data()}, &out));
+  ffi::Error error;
+  WithFloat(dtype, [&](auto type) {
+    const Identity<decltype(type)::value, true> source = {x.untyped_data(), out.k};
+    error = RunFused(stream, call, source, out);
+  });
+  return error;
+}
+
+}  // namespace
+
+// Operands: [noop f32[1]] x [M.. K..] [scale f32[]] [previous results]; results: see
+// common/fused.h.
+XLA_FFI_DEFINE_HANDLER_SYMBOL(QuantizeDbias, QuantizeDbiasImpl,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                  .RemainingArgs()
+                                  .RemainingRets()
+                                  .Attrs(),
+                              {ffi::Traits::kCmdBufferCompatible});
+
+}  // namespace te_flax::cuda
