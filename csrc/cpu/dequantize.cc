@@ -9,6 +9,7 @@ namespace te_flax::cpu {
 namespace {
 
 constexpr int64_t kPiece = 32 << 10;
+constexpr int64_t kFloatBlock = 128;
 
 // float32 bits of every code; NaN loses its sign.
 void DecodeTable(Format format, uint32_t* table) {
@@ -159,6 +160,26 @@ void WriteBlocks(ffi::ThreadPool& pool, const Job& job, const uint8_t* scales, b
   });
 }
 
+// Scales are float32, [ceil(rows / high), ceil(cols / 128)].
+template <Float out>
+void WriteFloatBlocks(ffi::ThreadPool& pool, const Job& job, const float* scales, int64_t high) {
+  using Type = typename Narrow<out>::Type;
+  Type* x = static_cast<Type*>(job.out);
+  const int64_t blocks = (job.cols + kFloatBlock - 1) / kFloatBlock;
+  ParallelFor(pool, Cut(pool, job.rows, job.cols), [&](int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; ++r) {
+      const float* row = scales + r / high * blocks;
+      for (int64_t c = 0; c < job.cols; c += kFloatBlock) {
+        const Factor factor = TensorFactor(row[c / kFloatBlock]);
+        const int64_t last = r * job.cols + std::min(c + kFloatBlock, job.cols);
+        for (int64_t i = r * job.cols + c; i < last; ++i) {
+          x[i] = Narrow<out>::Of(Scaled(job.decode[job.codes[i]], factor));
+        }
+      }
+    }
+  });
+}
+
 ffi::Error DequantizeTensorImpl(ffi::ThreadPool pool, ffi::AnyBuffer data, ffi::AnyBuffer scale_inv,
                                 ffi::Result<ffi::AnyBuffer> x, ffi::Dictionary) {
   TE_RETURN_IF_ERROR(CheckCount("dequantize", "scale_inv", scale_inv, ffi::DataType::F32, 1));
@@ -203,6 +224,29 @@ ffi::Error DequantizeMxfp8Impl(ffi::ThreadPool pool, ffi::AnyBuffer data, ffi::A
   return ffi::Error::Success();
 }
 
+ffi::Error DequantizeBlockImpl(ffi::ThreadPool pool, ffi::AnyBuffer data, ffi::AnyBuffer scale_inv,
+                               ffi::Result<ffi::AnyBuffer> x, ffi::Dictionary attrs) {
+  constexpr std::string_view kWhere = "dequantize_block";
+  TE_ASSIGN_OR_RETURN(k_ndim, Attr<int64_t>(kWhere, attrs, "k_ndim"));
+  TE_ASSIGN_OR_RETURN(rows, Attr<int64_t>(kWhere, attrs, "rows"));
+  TE_ASSIGN_OR_RETURN(job, MakeJob(kWhere, data, *x, k_ndim));
+  const int64_t count = (job.rows + rows - 1) / rows * ((job.cols + kFloatBlock - 1) / kFloatBlock);
+  TE_RETURN_IF_ERROR(CheckCount(kWhere, "scale_inv", scale_inv, ffi::DataType::F32, count));
+  const float* scales = scale_inv.typed_data<float>();
+  switch (job.dtype) {
+    case Float::kF32:
+      WriteFloatBlocks<Float::kF32>(pool, job, scales, rows);
+      break;
+    case Float::kBf16:
+      WriteFloatBlocks<Float::kBf16>(pool, job, scales, rows);
+      break;
+    case Float::kF16:
+      WriteFloatBlocks<Float::kF16>(pool, job, scales, rows);
+      break;
+  }
+  return ffi::Error::Success();
+}
+
 }  // namespace
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(DequantizeTensor, DequantizeTensorImpl,
@@ -220,5 +264,13 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(DequantizeMxfp8, DequantizeMxfp8Impl,
                                   .Arg<ffi::AnyBuffer>()  // scale u8 [M.. K../32] or [M../32 K..]
                                   .Ret<ffi::AnyBuffer>()  // x [M.. K..]
                                   .Attrs());              // k_ndim, axis (1 row, 0 col)
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(DequantizeBlock, DequantizeBlockImpl,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()  // data [M.. K..]
+                                  .Arg<ffi::AnyBuffer>()  // scale_inv f32 [M../rows K../128]
+                                  .Ret<ffi::AnyBuffer>()  // x [M.. K..]
+                                  .Attrs());              // k_ndim, rows (1 or 128)
 
 }  // namespace te_flax::cpu

@@ -24,35 +24,64 @@ ffi::Error DequantizeTensorImpl(cudaStream_t stream, ffi::AnyBuffer data, ffi::A
   return CudaStatus(kWhere, cudaGetLastError());
 }
 
+// What the handlers of block scales share.
+struct Job {
+  const uint8_t* codes;
+  int64_t m, k;
+  Format format;
+  Float dtype;
+  void* x;
+  bool aligned;
+};
+
+ffi::ErrorOr<Job> MakeJob(std::string_view where, const ffi::AnyBuffer& data,
+                          const ffi::AnyBuffer& x, const ffi::Dictionary& attrs) {
+  TE_ASSIGN_OR_RETURN(format, FormatOf(where, "data", data.element_type()));
+  TE_ASSIGN_OR_RETURN(dtype, FloatOf(where, "x", x.element_type()));
+  TE_ASSIGN_OR_RETURN(k_ndim, Attr<int64_t>(where, attrs, "k_ndim"));
+  TE_ASSIGN_OR_RETURN(extent, AsExtent(where, data, k_ndim));
+  TE_RETURN_IF_ERROR(CheckCount(where, "x", x, x.element_type(), extent.size()));
+  const auto* codes = static_cast<const uint8_t*>(data.untyped_data());
+  const bool aligned =
+      AlignedTo(codes, 8) && AlignedTo(x.untyped_data(), 16) && extent.cols % kPack == 0;
+  return Job{codes, extent.rows, extent.cols, format, dtype, x.untyped_data(), aligned};
+}
+
+template <typename Scales>
+ffi::Error Launch(std::string_view where, cudaStream_t stream, const Job& job,
+                  const Scales& scales) {
+  if (job.m * job.k == 0) return ffi::Error::Success();
+  const unsigned blocks = Blocks(job.m * ((job.k + kPack - 1) / kPack), kDequantizeThreads);
+  WithFloat(job.dtype, [&](auto type) {
+    DequantizeBlocksKernel<decltype(type)::value><<<blocks, kDequantizeThreads, 0, stream>>>(
+        job.codes, scales, job.m, job.k, job.format, job.aligned, job.x);
+  });
+  return CudaStatus(where, cudaGetLastError());
+}
+
 ffi::Error DequantizeMxfp8Impl(cudaStream_t stream, ffi::AnyBuffer data, ffi::AnyBuffer scale,
                                ffi::Result<ffi::AnyBuffer> x, ffi::Dictionary attrs) {
   constexpr std::string_view kWhere = "dequantize_mxfp8";
-  TE_ASSIGN_OR_RETURN(format, FormatOf(kWhere, "data", data.element_type()));
-  TE_ASSIGN_OR_RETURN(dtype, FloatOf(kWhere, "x", x->element_type()));
-  TE_ASSIGN_OR_RETURN(k_ndim, Attr<int64_t>(kWhere, attrs, "k_ndim"));
   TE_ASSIGN_OR_RETURN(axis, Attr<int64_t>(kWhere, attrs, "axis"));
-  TE_ASSIGN_OR_RETURN(extent, AsExtent(kWhere, data, k_ndim));
-  const int64_t m = extent.rows, k = extent.cols;
-  const int64_t scales = axis == 1 ? m * ((k + 31) / 32) : (m + 31) / 32 * k;
+  TE_ASSIGN_OR_RETURN(job, MakeJob(kWhere, data, *x, attrs));
+  const int64_t across = (job.k + 31) / 32, down = (job.m + 31) / 32;
+  const int64_t scales = axis == 1 ? job.m * across : down * job.k;
   TE_RETURN_IF_ERROR(CheckCount(kWhere, "scale", scale, ffi::DataType::U8, scales));
-  TE_RETURN_IF_ERROR(CheckCount(kWhere, "x", *x, x->element_type(), m * k));
-  if (m * k == 0) return ffi::Error::Success();
-  const auto* codes = static_cast<const uint8_t*>(data.untyped_data());
   const auto* bytes = static_cast<const uint8_t*>(scale.untyped_data());
-  const bool aligned = AlignedTo(codes, 8) && AlignedTo(bytes, 8) &&
-                       AlignedTo(x->untyped_data(), 16) && k % kPack == 0;
-  const unsigned blocks = Blocks(m * ((k + kPack - 1) / kPack), kDequantizeThreads);
-  WithFloat(dtype, [&](auto type) {
-    constexpr Float kType = decltype(type)::value;
-    if (axis == 1) {
-      DequantizeMxfp8Kernel<kType, false><<<blocks, kDequantizeThreads, 0, stream>>>(
-          codes, bytes, m, k, format, aligned, x->untyped_data());
-    } else {
-      DequantizeMxfp8Kernel<kType, true><<<blocks, kDequantizeThreads, 0, stream>>>(
-          codes, bytes, m, k, format, aligned, x->untyped_data());
-    }
-  });
-  return CudaStatus(kWhere, cudaGetLastError());
+  if (axis == 1) return Launch(kWhere, stream, job, Mxfp8RowScales{bytes, across});
+  job.aligned = job.aligned && AlignedTo(bytes, 8);
+  return Launch(kWhere, stream, job, Mxfp8ColScales{bytes, job.k});
+}
+
+ffi::Error DequantizeBlockImpl(cudaStream_t stream, ffi::AnyBuffer data, ffi::AnyBuffer scale_inv,
+                               ffi::Result<ffi::AnyBuffer> x, ffi::Dictionary attrs) {
+  constexpr std::string_view kWhere = "dequantize_block";
+  TE_ASSIGN_OR_RETURN(rows, Attr<int64_t>(kWhere, attrs, "rows"));
+  TE_ASSIGN_OR_RETURN(job, MakeJob(kWhere, data, *x, attrs));
+  const int64_t across = (job.k + 127) / 128, down = (job.m + rows - 1) / rows;
+  TE_RETURN_IF_ERROR(CheckCount(kWhere, "scale_inv", scale_inv, ffi::DataType::F32, down * across));
+  const FloatScales scales = {scale_inv.typed_data<float>(), across, rows == 1 ? 0 : 7};
+  return Launch(kWhere, stream, job, scales);
 }
 
 }  // namespace
@@ -73,6 +102,15 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(DequantizeMxfp8, DequantizeMxfp8Impl,
                                   .Arg<ffi::AnyBuffer>()  // scale u8 [M.. K../32] or [M../32 K..]
                                   .Ret<ffi::AnyBuffer>()  // x [M.. K..]
                                   .Attrs(),               // k_ndim, axis (1 row, 0 col)
+                              {ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(DequantizeBlock, DequantizeBlockImpl,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                  .Arg<ffi::AnyBuffer>()  // data [M.. K..]
+                                  .Arg<ffi::AnyBuffer>()  // scale_inv f32 [M../rows K../128]
+                                  .Ret<ffi::AnyBuffer>()  // x [M.. K..]
+                                  .Attrs(),               // k_ndim, rows (1 or 128)
                               {ffi::Traits::kCmdBufferCompatible});
 
 }  // namespace te_flax::cuda

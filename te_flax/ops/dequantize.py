@@ -165,6 +165,8 @@ def _block_op(name: str, scale: str, rows: int, scale_shape: tuple) -> KernelOp:
         {"scale_inv": scale},
         {"data": _CODES, "scale_inv": (jnp.float32,)},
         _cases({"k_ndim": 1}, scale_shape, jnp.float32),
+        handler="dequantize_block",
+        handler_attrs={"rows": rows},
     )
 
 

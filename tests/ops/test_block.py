@@ -31,9 +31,6 @@ from te_flax.testing import oracle, oracle_block
 from te_flax.testing.patterns import amax_edges, patterns, same_bits, special_blocks
 
 each = pytest.mark.parametrize("run", IMPLEMENTATIONS, ids=str)
-each_reference = pytest.mark.parametrize(
-    "run", [run for run in IMPLEMENTATIONS if run.how == "reference"], ids=str
-)
 each_dtype = pytest.mark.parametrize("dtype", INPUTS, ids=str)
 SCALES = ({"power_of_2": True, "epsilon": 0.0}, {"power_of_2": False, "epsilon": 0.0})
 each_scale = pytest.mark.parametrize("scales", SCALES, ids=["power_of_2", "float32"])
@@ -282,7 +279,7 @@ def test_powers_of_two_and_signs_move_only_scales_and_signs(run, x, n, format):
     same_bits(moved_inv, np.where(zero, np.ldexp(scale_inv, n), scale_inv))
 
 
-@each_reference
+@each
 @pytest.mark.parametrize("out_dtype", ["float32", "bfloat16", "float16"])
 def test_dequantize_every_code_with_every_scale(run, out_dtype):
     scales = [2.0**n for n in range(-126, 127, 7)] + [0.0, 1e-39, 0.3, 5e37, -2.0]

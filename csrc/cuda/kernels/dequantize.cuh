@@ -125,12 +125,54 @@ __global__ void __launch_bounds__(kDequantizeThreads)
   }
 }
 
-// data [m, k] with plain e8m0 scales: [m, ceil(k / 32)], or with kCol [ceil(m / 32), k]. A pack
-// of eight codes never leaves a row, nor a block along it.
-template <Float dtype, bool kCol>
+// The scales of a matrix of codes in blocks, applied to eight values from (r, c). A pack of eight
+// codes never leaves a row, nor a block along it.
+
+// Plain e8m0 scales [m, ceil(k / 32)].
+struct Mxfp8RowScales {
+  const uint8_t* scale;
+  int64_t blocks;
+
+  __device__ void Apply(int64_t r, int64_t c, int, bool, float (&v)[kPack]) const {
+    const Factor factor = Factor::OfE8m0(__ldg(scale + r * blocks + c / 32));
+#pragma unroll
+    for (int j = 0; j < kPack; ++j) v[j] = factor.Apply(v[j]);
+  }
+};
+
+// Plain e8m0 scales [ceil(m / 32), k].
+struct Mxfp8ColScales {
+  const uint8_t* scale;
+  int64_t k;
+
+  __device__ void Apply(int64_t r, int64_t c, int valid, bool aligned, float (&v)[kPack]) const {
+    const uint2 scales = LoadCodes(scale + r / 32 * k + c, valid, aligned);
+#pragma unroll
+    for (int j = 0; j < kPack; ++j) {
+      const uint32_t e = ((j < 4 ? scales.x : scales.y) >> (8 * (j % 4))) & 0xffu;
+      v[j] = Factor::OfE8m0(e).Apply(v[j]);
+    }
+  }
+};
+
+// float32 scales [ceil(m / 2^log2_rows), ceil(k / 128)].
+struct FloatScales {
+  const float* scale;
+  int64_t blocks;
+  int log2_rows;
+
+  __device__ void Apply(int64_t r, int64_t c, int, bool, float (&v)[kPack]) const {
+    const Factor factor = Factor::OfScale(__ldg(scale + (r >> log2_rows) * blocks + c / 128));
+#pragma unroll
+    for (int j = 0; j < kPack; ++j) v[j] = factor.Apply(v[j]);
+  }
+};
+
+// data [m, k] with one of the above.
+template <Float dtype, typename Scales>
 __global__ void __launch_bounds__(kDequantizeThreads)
-    DequantizeMxfp8Kernel(const uint8_t* __restrict__ data, const uint8_t* __restrict__ scale,
-                          int64_t m, int64_t k, Format format, bool aligned, void* x) {
+    DequantizeBlocksKernel(const uint8_t* __restrict__ data, Scales scales, int64_t m, int64_t k,
+                           Format format, bool aligned, void* x) {
   const int64_t packs = (k + kPack - 1) / kPack;
   const int64_t step = int64_t{gridDim.x} * kDequantizeThreads;
   for (int64_t p = int64_t{blockIdx.x} * kDequantizeThreads + threadIdx.x; p < m * packs;
@@ -142,18 +184,7 @@ __global__ void __launch_bounds__(kDequantizeThreads)
     const int valid = static_cast<int>(k - c < kPack ? k - c : kPack);
     float v[kPack];
     Decode8(LoadCodes(data + r * k + c, valid, aligned), format, v);
-    if constexpr (kCol) {
-      const uint2 scales = LoadCodes(scale + r / 32 * k + c, valid, aligned);
-#pragma unroll
-      for (int j = 0; j < kPack; ++j) {
-        const uint32_t e = ((j < 4 ? scales.x : scales.y) >> (8 * (j % 4))) & 0xffu;
-        v[j] = Factor::OfE8m0(e).Apply(v[j]);
-      }
-    } else {
-      const Factor factor = Factor::OfE8m0(__ldg(scale + r * ((k + 31) / 32) + c / 32));
-#pragma unroll
-      for (int j = 0; j < kPack; ++j) v[j] = factor.Apply(v[j]);
-    }
+    scales.Apply(r, c, valid, aligned, v);
     StoreValues<dtype>(x, r * k + c, v, valid, aligned);
   }
 }

@@ -153,6 +153,28 @@ struct Pack {
     return abs;
   }
 
+  // Makes NaN and Inf zeros; the pack holds magnitudes.
+  __device__ void DropNonfinite() {
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      if constexpr (dtype == Float::kF32) {
+        words[i] = words[i] < kInf ? words[i] : 0;
+      } else {
+        words[i] &= __vcmpltu2(words[i], dtype == Float::kBf16 ? 0x7f807f80u : 0x7c007c00u);
+      }
+    }
+  }
+
+  // The pack of the thread whose lane differs by the bit `distance`.
+  __device__ Pack Shuffled(int distance) const {
+    Pack other;
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      other.words[i] = __shfl_xor_sync(~0u, words[i], distance);
+    }
+    return other;
+  }
+
   // Makes every element the larger of it and that of `other`; both hold magnitudes.
   __device__ void Join(const Pack& other) {
 #pragma unroll
