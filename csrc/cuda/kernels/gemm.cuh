@@ -4,7 +4,7 @@
 #define TE_FLAX_CUDA_KERNELS_GEMM_CUH_
 
 #include "cuda/kernels/dequantize.cuh"
-#include "cuda/kernels/mxfp8.cuh"
+#include "cuda/kernels/mxfp8_sink.cuh"
 
 namespace te_flax::cuda {
 
