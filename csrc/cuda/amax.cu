@@ -1,8 +1,7 @@
 // FFI handlers of amax and amax_to_scale on CUDA: check, describe, configure, launch.
-#include <cmath>
-
 #include "cuda/kernels/amax.cuh"
 #include "cuda/launch.h"
+#include "cuda/scale_rule.h"
 
 namespace te_flax::cuda {
 namespace {
@@ -28,16 +27,7 @@ ffi::ErrorOr<ScaleRule> ReadRule(std::string_view where, const ffi::Dictionary& 
   TE_ASSIGN_OR_RETURN(margin, Attr<int64_t>(where, attrs, "margin"));
   TE_ASSIGN_OR_RETURN(power_of_2, Attr<bool>(where, attrs, "power_of_2"));
   TE_ASSIGN_OR_RETURN(epsilon, Attr<float>(where, attrs, "epsilon"));
-  if (format != "e4m3" && format != "e5m2") {
-    return ffi::Unexpected(Invalid(where, "format", "be e4m3 or e5m2", format, kReport));
-  }
-  if (margin < 0 || margin > 126) {
-    return ffi::Unexpected(
-        Invalid(where, "margin", "be in 0..126", std::to_string(margin), kReport));
-  }
-  return ScaleRule{format == "e4m3" ? 448.0f : 57344.0f,
-                   std::ldexp(1.0f, -static_cast<int>(margin)), epsilon >= 0x1p-126f ? epsilon : 0,
-                   power_of_2};
+  return MakeScaleRule(where, format, margin, power_of_2, epsilon);
 }
 
 ffi::Error AmaxToScaleImpl(cudaStream_t stream, ffi::AnyBuffer amax,

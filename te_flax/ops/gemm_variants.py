@@ -19,6 +19,7 @@ from te_flax.typing import FLOATS, FP8, Array
 
 ORIENTATIONS = ("nn", "nt", "tn", "tt")
 _FP8 = tuple(FP8.values())
+_PRECISION = {"default": None, "high": "high", "highest": "highest"}
 _WIDE = (*FLOATS, jnp.float64)  # float64 serves layers without a recipe under x64
 
 
@@ -161,7 +162,8 @@ def _reference(
         lhs,
         rhs,
         (((i,), (j,)), ((), ())),
-        precision=precision if scaling == "none" else "highest",
+        # "default" leaves it to jax_default_matmul_precision, as flax.nnx does.
+        precision=_PRECISION[precision] if scaling == "none" else "highest",
         preferred_element_type=_accumulator(lhs),
     ).reshape(rows + columns)
     for name in variant.factors:

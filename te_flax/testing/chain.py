@@ -190,15 +190,19 @@ class GemmGradients(NamedTuple):
 
 def gemm_fwd(rule: Rule, x: Ball, kernel: np.ndarray, bias: ArrayLike = 0.0) -> Ball:
     """``y = x . kernel + bias`` of the quantized operands."""
-    rowwise = rule("x", x)
-    return rowwise.dot(rule("kernel", Ball.exact(kernel.T)).transposed, bias)
+    rowwise, fp8 = rule("x", x), rule.quantizers is not None
+    copy = rule("kernel", Ball.exact(kernel.T)).transposed
+    return rowwise.dot(copy, bias, fp8=fp8)
 
 
 def gemm_bwd(rule: Rule, dy: Ball, x: Ball, kernel: np.ndarray) -> GemmGradients:
     """``dx = dy . kernel^T``, ``dkernel = x^T . dy``, and the sum of dy."""
-    dx = rule("dy", dy).dot(rule("kernel", Ball.exact(kernel)).transposed)
-    colwise = rule("dy", dy.transposed).transposed
-    return GemmGradients(dx, rule("x", x.transposed).dot(colwise), dy.total())
+    fp8 = rule.quantizers is not None
+    copy = rule("kernel", Ball.exact(kernel)).transposed
+    dx = rule("dy", dy).dot(copy, fp8=fp8)
+    colwise = rule("dy", dy.transposed, tokens=True).transposed
+    dkernel = rule("x", x.transposed, tokens=True).dot(colwise, fp8=fp8)
+    return GemmGradients(dx, dkernel, dy.total())
 
 
 def layernorm_dense(

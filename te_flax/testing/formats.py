@@ -5,17 +5,29 @@ is quantized how comes from the recipe's quantizers, so that a pass which takes 
 wrong format or scale is off. :mod:`te_flax.testing.numerics` derives the bounds.
 """
 
+import math
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 
+from te_flax.ops.hadamard import BLOCK, SIGNS
 from te_flax.quantize.block import BlockQuantizer
 from te_flax.quantize.mxfp8 import MXFP8Quantizer
-from te_flax.testing import oracle
-from te_flax.testing.numerics import Ball
+from te_flax.quantize.nvfp4 import NVFP4Quantizer
+from te_flax.testing import oracle, oracle_nvfp4
+from te_flax.testing.numerics import UNIT, Ball
 
-# One rounding of a value to the format, and half of its smallest step at amax = max.
-FORMATS = {"e4m3": (2.0**-4, 2.0**-10 / 224), "e5m2": (2.0**-3, 2.0**-17 / 28672)}
+# One rounding of a value to the format, and half of its smallest step as a share of the
+# amax of the values with one scale; testing/numerics.py derives e2m1's.
+FORMATS = {
+    "e4m3": (2.0**-4, 2.0**-10 / 224),
+    "e5m2": (2.0**-3, 2.0**-17 / 28672),
+    "e2m1": (2.0**-2, 17 / 384),
+}
+_LOST = 25 / 24 * 2.0**-10 / 448  # of the tensor's amax, by e4m3 scales near 0
 
 
 class Rule(NamedTuple):
@@ -27,6 +39,7 @@ class Rule(NamedTuple):
         noise: None follows the codes; a generator puts random noise of the format's
             size in their place.
         louder: factor of that noise.
+        key: of the draws of stochastic rounding; None rounds to nearest.
 
     Example:
         >>> float(Rule()("x", Ball.exact([[1.5]])).value[0, 0])
@@ -37,25 +50,69 @@ class Rule(NamedTuple):
     amaxes: tuple[float | None, float | None, float | None] = (None, None, None)
     noise: np.random.Generator | None = None
     louder: float = 1.0
+    key: jax.Array | None = None
 
-    def __call__(self, role: str, x: Ball) -> Ball:
-        """The operand as the GEMM reads it, contracted over the last axis."""
+    def __call__(self, role: str, x: Ball, *, tokens: bool = False) -> Ball:
+        """The operand as the GEMM reads it, contracted over the last axis.
+
+        Args:
+            role: "x", "kernel" or "dy".
+            x: ``[rows, contracted]``.
+            tokens: whether the contracted axis holds the tokens.
+
+        Returns:
+            A matrix; a Hadamard transform fills the tokens up to a multiple of 16.
+        """
         if self.quantizers is None:
             return x
         quantizer = getattr(self.quantizers, role)
         amax = self.amaxes[("x", "kernel", "dy").index(role)]
+        if tokens and getattr(quantizer, "hadamard", False):
+            x = rotated(x)
         if self.noise is not None:
             return noise(x, quantizer, self.noise, self.louder)
-        return quantized(x, quantizer, amax)
+        random = None
+        if self.key is not None and getattr(quantizer, "stochastic", False):
+            key = jax.random.split(self.key)[int(tokens)]
+            random = np.asarray(jax.random.bits(key, x.value.shape, jnp.uint32))
+        return quantized(x, quantizer, amax, random)
 
 
-def quantized(x: Ball, quantizer: Any, amax: float | None = None) -> Ball:
+def rotated(x: Ball) -> Ball:
+    """The random Hadamard transform of each 16 along the last axis.
+
+    Four additions meet each value; the factor 1/4 and the signs are exact.
+
+    Args:
+        x: ``[rows, tokens]``.
+
+    Returns:
+        ``[rows, tokens]``, the tokens filled up to a multiple of 16.
+
+    Example:
+        >>> rotated(Ball.exact(np.ones((2, 33)))).value.shape
+        (2, 48)
+    """
+    h = oracle_nvfp4.hadamard(SIGNS)
+    turn = lambda a, h: (_blocks(a, (1, BLOCK)) @ h.T).reshape(len(a), -1)
+    size = turn(x.largest, np.abs(h))
+    radius = turn(x.radius, np.abs(h)) + math.log2(BLOCK) * UNIT * size
+    return Ball(turn(x.value, h), radius)
+
+
+def quantized(
+    x: Ball,
+    quantizer: Any,
+    amax: float | None = None,
+    random: np.ndarray | None = None,
+) -> Ball:
     """The values that the codes of a matrix stand for.
 
     Args:
         x: ``[rows, contracted]``.
         quantizer: of the recipe.
         amax: that fixes the scale under tensor scaling; None takes that of x.
+        random: draws of stochastic rounding, uint32 like x; None rounds to nearest.
 
     Returns:
         A ball that holds them all.
@@ -65,27 +122,14 @@ def quantized(x: Ball, quantizer: Any, amax: float | None = None) -> Ball:
         >>> quantized(Ball.exact([[448.0, 17.0]]), TensorQuantizer()).value.tolist()
         [[448.0, 16.0]]
     """
-    decode = _mxfp8 if isinstance(quantizer, MXFP8Quantizer) else _scaled
     shape, block = x.value.shape, _block(quantizer, x.value.shape)
     x = Ball(_blocks(x.value, block), _blocks(x.radius, block))
-    fixed = None if amax is None else np.full((1, 1, 1, 1), amax)
-    largest = lambda a: (
-        a.max((1, 3), keepdims=True, initial=0) if fixed is None else fixed
-    )
-    size = np.abs(x.value)
-    low, mid, high = map(largest, (np.maximum(size - x.radius, 0), size, x.largest))
-    value = decode(x.value, mid, quantizer)
-    ends = [
-        decode(x.value + sign * x.radius, a, quantizer)
-        for sign in (-1, 1)
-        for a in (low, high)
-    ]
-    radius = np.max([np.abs(end - value) for end in ends], 0)
-    if not getattr(quantizer, "power_of_2", True):  # the scales between the two
-        radius += np.abs(value) * (high - low) / np.maximum(low, 1e-30)
-    rows, columns = value.shape[0] * block[0], value.shape[2] * block[1]
-    flat = lambda a: a.reshape(rows, columns)[: shape[0], : shape[1]]
-    return Ball(flat(value), flat(radius))
+    if isinstance(quantizer, NVFP4Quantizer):
+        draws = None if random is None else _blocks(random, block)
+        y = _two_levels(x, draws)
+    else:
+        y = _one_level(x, quantizer, amax)
+    return Ball(*(_flat(a, shape) for a in (y.value, y.radius)))
 
 
 def noise(
@@ -109,10 +153,15 @@ def noise(
         >>> bool(0 < abs(x[0, 0] - 1) < 0.07)
         True
     """
-    unit, floor = FORMATS[quantizer.format]
-    size = np.abs(x.value)
-    error = unit * size + floor * np.max(size, initial=0.0)
-    return Ball.exact(x.value + error * rng.uniform(-louder, louder, size.shape))
+    unit, floor = FORMATS[getattr(quantizer, "format", "e2m1")]
+    shape, block = x.value.shape, _block(quantizer, x.value.shape)
+    size = _blocks(np.abs(x.value), block)
+    error = np.maximum(unit * size, floor * _largest(size))
+    if isinstance(quantizer, NVFP4Quantizer):
+        error += _LOST * np.max(size, initial=0.0)
+        louder *= 2**0.5 if quantizer.stochastic else 1.0
+    error = _flat(error, shape)
+    return Ball.exact(x.value + error * rng.uniform(-louder, louder, shape))
 
 
 def _block(quantizer: Any, shape: tuple[int, int]) -> tuple[int, int]:
@@ -121,6 +170,8 @@ def _block(quantizer: Any, shape: tuple[int, int]) -> tuple[int, int]:
         return 1, 32
     if isinstance(quantizer, BlockQuantizer):
         return (128 if quantizer.two_dimensional else 1), 128
+    if isinstance(quantizer, NVFP4Quantizer):
+        return (16 if quantizer.two_dimensional else 1), 16
     return max(shape[0], 1), max(shape[1], 1)
 
 
@@ -129,6 +180,96 @@ def _blocks(x: np.ndarray, block: tuple[int, int]) -> np.ndarray:
     padded = np.pad(x, [(0, -n % b) for n, b in zip(x.shape, block, strict=True)])
     rows, columns = (n // b for n, b in zip(padded.shape, block, strict=True))
     return padded.reshape(rows, block[0], columns, block[1])
+
+
+def _flat(x: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
+    """Undoes :func:`_blocks`."""
+    matrix = x.reshape(x.shape[0] * x.shape[1], x.shape[2] * x.shape[3])
+    return matrix[: shape[0], : shape[1]]
+
+
+def _largest(x: np.ndarray) -> np.ndarray:
+    """The largest magnitude in each block."""
+    return x.max((1, 3), keepdims=True, initial=0)
+
+
+def _amaxes(x: Ball) -> tuple[np.ndarray, ...]:
+    """The amaxes of each block: the smallest one allowed, the value's, the largest."""
+    size = np.abs(x.value)
+    return tuple(map(_largest, (np.maximum(size - x.radius, 0), size, x.largest)))
+
+
+def _around(value: np.ndarray, ends: list[np.ndarray], relative: Any) -> Ball:
+    """The ball around a value that reaches all ends, and beyond by a relative error."""
+    radius = np.max([np.abs(end - value) for end in ends], 0)
+    return Ball(value, radius + (np.abs(value) + radius) * relative)
+
+
+def _one_level(x: Ball, quantizer: Any, amax: float | None) -> Ball:
+    """Codes under one scale for each block, whose amax may be fixed."""
+    decode = _mxfp8 if isinstance(quantizer, MXFP8Quantizer) else _scaled
+    fixed = np.full((1, 1, 1, 1), amax, np.float64)
+    low, mid, high = _amaxes(x) if amax is None else (fixed,) * 3
+    value = decode(x.value, mid, quantizer)
+    if not x.radius.any():
+        return Ball.exact(value)
+    ends = [
+        decode(x.value + sign * x.radius, a, quantizer)
+        for sign in (-1, 1)
+        for a in (low, high)
+    ]
+    between = (high - low) / np.maximum(low, 1e-30)  # scales that are no power of 2
+    return _around(
+        value, ends, 0 if getattr(quantizer, "power_of_2", True) else between
+    )
+
+
+def _two_levels(x: Ball, random: np.ndarray | None) -> Ball:
+    """e2m1 codes under an e4m3 scale for each block and a float32 scale for all.
+
+    For a given block scale the codes are monotone in the value and in the scale of the
+    tensor, so the ends are taken under every block scale that the ball allows.
+    """
+    low, mid, high = _amaxes(x)
+    tensor = [np.max(a, initial=0.0) for a in (low, mid, high)]
+    value = _nvfp4(x.value, _e4m3_scale(mid, tensor[1]), tensor[1], random)
+    if not x.radius.any():
+        return Ball.exact(value)
+    first = _e4m3_scale(low, tensor[2]).astype(int)
+    last = _e4m3_scale(high, tensor[0]).astype(int)
+    ends = [
+        _nvfp4(x.value + sign * x.radius, np.minimum(first + i, last), a, random)
+        for i in range(np.max(last - first, initial=0) + 1)
+        for sign in (-1, 1)
+        for a in (tensor[0], tensor[2])
+    ]
+    return _around(value, ends, (tensor[2] - tensor[0]) / max(tensor[0], 1e-30))
+
+
+def _float32(x: np.ndarray) -> np.ndarray:
+    return x.astype(np.float32).astype(np.float64)
+
+
+def _e4m3_scale(amax: np.ndarray, tensor: float) -> np.ndarray:
+    """The bytes of the scales of blocks, from their amaxes and that of the tensor."""
+    scale = np.float64(oracle_nvfp4.scale(tensor)[0])
+    share = _float32(scale * np.float64(np.float32(1 / 6)))
+    scales = np.minimum(_float32(_float32(amax) * share), 448)
+    return scales.astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+
+
+def _nvfp4(x: np.ndarray, scales: np.ndarray, tensor: float, random) -> np.ndarray:
+    """The values of codes under the bytes of block scales and the tensor's amax."""
+    scale, inverse = map(np.float64, oracle_nvfp4.scale(tensor))
+    s = scales.astype(np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
+    factor = _float32(np.where(s > 0, 1 / np.where(s > 0, s, 1), 0))
+    scaled = np.clip(_float32(_float32(_float32(x) * scale) * factor), -6, 6)
+    if random is None:
+        values = scaled.astype(ml_dtypes.float4_e2m1fn)
+    else:
+        codes = oracle_nvfp4.stochastic(scaled, random).astype(np.uint8)
+        values = codes.view(ml_dtypes.float4_e2m1fn)
+    return values.astype(np.float64) * s * inverse
 
 
 def _scaled(x: np.ndarray, amax: np.ndarray, q: Any) -> np.ndarray:

@@ -1,6 +1,7 @@
 """What the tests of the fused layers share: steps, and comparisons with float64."""
 
 import contextlib
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,15 @@ BLOCKS = {
     "float8_block_scaling": te.Float8BlockScaling(),
     "block_float32_scales": te.Float8BlockScaling("hybrid", use_f32_scales=True),
 }
-RECIPES = SCALINGS | BLOCKS
+FP4 = {
+    "nvfp4_nearest": te.NVFP4BlockScaling(disable_stochastic_rounding=True),
+    "nvfp4": te.NVFP4BlockScaling(),
+}
+FAST = {"xla_backend_optimization_level": 0}  # halves the time to compile
+RECIPES = SCALINGS | BLOCKS | FP4
+# A recipe with two forms that a test may take in turn.
+KINDS = ((None,), *((name,) for name in SCALINGS), tuple(BLOCKS), tuple(FP4))
+LAYOUTS = (False, True)  # transpose_batch_sequence
 NORMS = {
     "layernorm": {"layernorm_type": "layernorm"},
     "layernorm1p": {"layernorm_type": "layernorm", "zero_centered_gamma": True},
@@ -57,19 +66,41 @@ def step(layer, x, dy):
 
 def train(layer, x, dy, recipe):
     """The results of one step; delayed scaling first fills its histories."""
+    run = step
     with context(recipe):
         if recipe == "delayed_scaling":
             step(layer, x, dy)
+        if recipe in FP4:  # a large program; its bounds hold for any order of sums
+            run = step.lower(layer, x, dy).compile(FAST)
         rule = rules(layer, recipe)
-        return *step(layer, x, dy), rule
+        return *run(layer, x, dy), rule
 
 
 def gemms(layer):
     return [layer.wi, layer.wo] if isinstance(layer, te.LayerNormMLP) else [layer]
 
 
+def hold_every_pair(factors, without=()):
+    """Asserts that every two levels of two factors occur together in a case.
+
+    Args:
+        factors: name to the level of every case; ``...`` where it does not count.
+        without: pairs of names that need not.
+    """
+    for (a, u), (b, v) in itertools.combinations(factors.items(), 2):
+        if (a, b) not in without:
+            found = {pair for pair in zip(u, v, strict=True) if ... not in pair}
+            missing = set(itertools.product({*u} - {...}, {*v} - {...})) - found
+            assert not missing, (a, b, missing)
+
+
+def kind(recipe):
+    """The recipe without its form."""
+    return next(names[0] for names in KINDS if recipe in names)
+
+
 def rules(layer, recipe):
-    """How the recipe quantizes each GEMM, with the amaxes that the layer holds."""
+    """How the recipe quantizes each GEMM, with what the layer holds before a step."""
     if recipe is None:
         return [Rule()] * len(gemms(layer))
     chosen, amaxes = RECIPES[recipe], (None,) * 3
@@ -78,8 +109,15 @@ def rules(layer, recipe):
         if isinstance(chosen, te.DelayedScaling):
             names = ("x", "kernel", "dy")
             amaxes = tuple(float(gemm.fp8.amax(name, chosen)) for name in names)
-        found.append(Rule(chosen.quantizers(), amaxes))
+        found.append(Rule(chosen.quantizers(), amaxes, key=rounding_key(gemm)))
     return found
+
+
+def rounding_key(gemm):
+    """The key that the next step of a layer rounds with."""
+    words = np.asarray(gemm.fp8.rounding[...])
+    key = jax.random.wrap_key_data(words[:2], impl="threefry2x32")
+    return jax.random.fold_in(key, words[2])
 
 
 def noisy(rules, louder=1.0):

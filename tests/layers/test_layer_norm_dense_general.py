@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,11 +10,13 @@ import numpy as np
 import pytest
 from _dense import data
 from _fused import (
+    KINDS,
     NORMS,
     RECIPES,
     check,
     context,
     flat,
+    hold_every_pair,
     noisy,
     options,
     rules,
@@ -34,10 +37,23 @@ NAMES = {
     "bias": "bias",
 }
 SHAPES = {
-    "64x128x128": ((64,), 128, 128),
+    "64x128x128": ((4, 16), 128, 128),
     "2x33x192x320": ((2, 33), 192, (4, 80)),
     "17x1056x1024": ((17,), 1056, 1024),
 }
+
+
+LARGE = "17x1056x1024"
+AXES = ("batch", "seqlen", None)
+
+
+class Case(NamedTuple):
+    recipe: str | None
+    norm: str
+    bias: bool
+    shape: str
+    layout: bool
+    dtype: Any
 
 
 def cases():
@@ -46,25 +62,44 @@ def cases():
     for (i, recipe), (j, norm) in itertools.product(
         enumerate((None, *RECIPES)), enumerate(NORMS)
     ):
-        shape = tuple(SHAPES)[(i + j) % 2]
+        bias, shape = bool((i + j + j // 2) % 2), tuple(SHAPES)[(i + j) % 2]
+        layout = bool((i // 2 + j // 2) % 2)
         dtype = jnp.bfloat16 if recipe and (i + j // 2) % 2 else jnp.float32
-        found.append((recipe, norm, bool((i + j + j // 2) % 2), shape, dtype))
-    found += [(r, "layernorm", True, "17x1056x1024", jnp.float32) for r in RECIPES]
-    return [*found, (None, "rmsnorm", True, "2x33x192x320", jnp.bfloat16)]
+        found.append(Case(recipe, norm, bias, shape, layout, dtype))
+    for forms in KINDS:
+        found.append(Case(forms[0], "layernorm", True, LARGE, False, jnp.float32))
+    small = tuple(SHAPES)[:2]
+    return [
+        *found,
+        Case(None, "rmsnorm", True, small[1], True, jnp.bfloat16),
+        Case(None, "layernorm1p", False, small[0], False, jnp.bfloat16),
+    ]
 
 
-def make(norm, bias, shape, dtype, **kwargs):
+def test_the_cases_hold_every_pair():
+    """Of recipe, norm, bias, shape, layout and dtype."""
+    found = cases()
+    factors = dict(zip(Case._fields, zip(*found, strict=True), strict=True))
+    factors["shape"] = [... if case.shape == LARGE else case.shape for case in found]
+    hold_every_pair(factors)
+
+
+def make(norm, bias, shape, layout, dtype, **kwargs):
     batch, n_in, out = SHAPES[shape]
+    axes = dict.fromkeys(("layernorm_input_axes", "dot_input_axes"), AXES)
     layer = te.LayerNormDenseGeneral(
         n_in,
         out,
         use_bias=bias,
         dtype=dtype,
+        transpose_batch_sequence=layout,
         rngs=nnx.Rngs(0),
+        **(axes if len(batch) == 2 else {}),
         **options(norm),
         **kwargs,
     )
     out = (out,) if isinstance(out, int) else out
+    batch = batch[::-1] if layout else batch
     return layer, data((*batch, n_in), 0, dtype), data((*batch, *out), 1, dtype)
 
 
@@ -93,9 +128,9 @@ def exact_chain(layer, x, dy, norm, dtype, recipe):
     )
 
 
-@pytest.mark.parametrize(("recipe", "norm", "bias", "shape", "dtype"), cases())
-def test_both_passes_against_float64(recipe, norm, bias, shape, dtype):
-    layer, x, dy = make(norm, bias, shape, dtype)
+@pytest.mark.parametrize(Case._fields, cases())
+def test_both_passes_against_float64(recipe, norm, bias, shape, layout, dtype):
+    layer, x, dy = make(norm, bias, shape, layout, dtype)
     y, dx, grads, rule = train(layer, x, dy, recipe)
     run = exact_chain(layer, x, dy, norm, dtype, recipe)
     cast = ("bias",) if recipe else ("bias", "kernel")
@@ -141,7 +176,7 @@ class Composition(nnx.Module):
 @pytest.mark.parametrize("recipe", [None, "delayed_scaling"])
 def test_a_wide_computation_of_a_narrow_x_is_wide_in_both_passes(recipe):
     """dtype=None promotes x with the parameters: only x and dx are bfloat16."""
-    layer, x, dy = make("layernorm", True, "64x128x128", None)
+    layer, x, dy = make("layernorm", True, "64x128x128", False, None)
     x = x.astype(jnp.bfloat16)
     y, dx, grads, rule = train(layer, x, dy, recipe)
     assert y.dtype == jnp.float32
@@ -156,7 +191,12 @@ def test_a_wide_computation_of_a_narrow_x_is_wide_in_both_passes(recipe):
 @pytest.mark.parametrize("recipe", [None, "current_scaling"])
 def test_the_norms_output_is_a_second_result_with_its_own_gradient(recipe):
     layer, x, dy = make(
-        "layernorm", True, "64x128x128", jnp.float32, return_layernorm_output=True
+        "layernorm",
+        True,
+        "64x128x128",
+        False,
+        jnp.float32,
+        return_layernorm_output=True,
     )
     dh = data(x.shape, 2)
 
@@ -221,7 +261,7 @@ def test_depth_scaling_divides_y():
 
 @pytest.mark.parametrize("recipe", [None, *RECIPES])
 def test_jit_equals_eager(recipe):
-    layer, x, _ = make("layernorm", True, "64x128x128", jnp.float32)
+    layer, x, _ = make("layernorm", True, "64x128x128", False, jnp.float32)
     layer.eval()
     with context(recipe):
         np.testing.assert_array_equal(nnx.jit(lambda m, x: m(x))(layer, x), layer(x))

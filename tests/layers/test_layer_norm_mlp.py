@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,12 +10,13 @@ import numpy as np
 import pytest
 from _dense import data
 from _fused import (
-    BLOCKS,
+    KINDS,
     NORMS,
-    SCALINGS,
     check,
     context,
     flat,
+    hold_every_pair,
+    kind,
     noisy,
     options,
     rules,
@@ -51,46 +53,67 @@ NAMES = {
 PARAMS = {"limit": 1.5, "alpha": 1.3, "offset": 0.75}  # the clamps do clamp
 
 
+LARGE = "48x1056x1024"
+AXES = ("batch", "seqlen", None)
+
+
+class Case(NamedTuple):
+    recipe: str | None
+    norm: str
+    names: tuple[str, ...]
+    bias: bool
+    shape: str
+    layout: bool
+    dtype: Any
+
+
 def cases():
     """Every activation under every recipe; with the rest every pair occurs."""
     found = []
-    for (i, names), (j, recipe) in itertools.product(
-        enumerate(ACTIVATIONS), enumerate((None, *SCALINGS))
+    for (i, names), (j, forms) in itertools.product(
+        enumerate(ACTIVATIONS), enumerate(KINDS)
     ):
-        norm = tuple(NORMS)[(i + j) % 4]
+        norm, recipe = tuple(NORMS)[(i + j) % 4], forms[i // 4 % len(forms)]
         bias = bool((i // 2 + j) % 2)
         shape = tuple(SHAPES)[(i // 4 + j // 2 + i) % 2]
+        layout = bool((i + i // 3 + j + j // 2) % 2)
         narrow = recipe and (i % 3 == 0) ^ (j % 2 == 0) ^ (i % 2 == 0)
         dtype = jnp.bfloat16 if narrow else jnp.float32
-        found.append((recipe, norm, names, bias, shape, dtype))
-    for (i, names), (j, recipe) in itertools.product(
-        enumerate(ACTIVATIONS[::3]), enumerate(BLOCKS)
-    ):
-        norm, bias = tuple(NORMS)[(i + j) % 4], bool((i + j) % 2)
-        dtype = (jnp.float32, jnp.bfloat16)[i % 2]
-        found.append((recipe, norm, names, bias, tuple(SHAPES)[(i + j) % 2], dtype))
-    large, narrow = "48x1056x1024", jnp.bfloat16
+        found.append(Case(recipe, norm, names, bias, shape, layout, dtype))
+    gelu, swiglu, narrow, wide = ("gelu",), ("silu", "linear"), jnp.bfloat16, np.float32
+    small = tuple(SHAPES)[:2]
     return [
         *found,
-        ("delayed_scaling", "layernorm", ("gelu",), True, large, jnp.float32),
-        ("current_scaling", "rmsnorm", ("silu", "linear"), True, large, narrow),
-        ("mxfp8", "layernorm1p", ("relu",), True, large, jnp.float32),
-        (None, "layernorm", ("gelu",), True, "64x128x128", narrow),
-        (None, "rmsnorm", ("silu", "linear"), False, "2x33x192x320", narrow),
+        Case(None, "layernorm", gelu, True, small[0], False, narrow),
+        Case(None, "rmsnorm", swiglu, False, small[1], True, narrow),
+        Case(None, "layernorm", gelu, True, LARGE, False, wide),
+        Case("delayed_scaling", "layernorm", gelu, True, LARGE, False, wide),
+        Case("current_scaling", "rmsnorm", swiglu, True, LARGE, False, narrow),
+        Case("mxfp8", "layernorm1p", ("relu",), True, LARGE, False, wide),
+        Case("float8_block_scaling", "rmsnorm1p", gelu, False, LARGE, False, narrow),
+        Case("nvfp4", "layernorm", swiglu, True, LARGE, False, wide),
     ]
 
 
 def test_the_cases_hold_every_pair():
-    found = [case for case in cases() if case[0] not in BLOCKS]
-    for i, j in itertools.combinations(range(6), 2):
-        levels = [{case[k] for case in found} for k in (i, j)]
-        levels = [v - {"48x1056x1024"} for v in levels]
-        pairs = {(case[i], case[j]) for case in found}
-        assert pairs >= set(itertools.product(*levels)), (i, j)
+    """Of recipe, norm, activation, bias, shape, layout and dtype.
+
+    An activation meets one form of each recipe, any other level every form. The large
+    shape meets every recipe.
+    """
+    found = cases()
+    factors = dict(zip(Case._fields, zip(*found, strict=True), strict=True))
+    factors["shape"] = [... if case.shape == LARGE else case.shape for case in found]
+    factors["kind"] = [kind(case.recipe) for case in found]
+    hold_every_pair(factors, {("recipe", "names"), ("recipe", "kind")})
+    large = {kind(case.recipe) for case in found if case.shape == LARGE}
+    assert large == set(factors["kind"])
 
 
-def make(norm, names, bias, shape, dtype):
+def make(norm, names, bias, shape, layout, dtype):
     batch, n_in, mid, out = SHAPES[shape]
+    axes = dict.fromkeys(("layernorm_input_axes", "dot_1_input_axes"), AXES)
+    axes["dot_2_input_axes"] = ("batch", "seqlen", "mlp")
     layer = te.LayerNormMLP(
         n_in,
         mid,
@@ -99,9 +122,12 @@ def make(norm, names, bias, shape, dtype):
         activation_params=PARAMS if names[0].startswith("clamped") else {},
         use_bias=bias,
         dtype=dtype,
+        transpose_batch_sequence=layout,
         rngs=nnx.Rngs(0),
+        **(axes if len(batch) == 2 else {}),
         **options(norm),
     )
+    batch = batch[::-1] if layout else batch
     return layer, data((*batch, n_in), 0, dtype), data((*batch, out), 1, dtype)
 
 
@@ -122,9 +148,9 @@ def gradients(balls, dtype, recipe):
     return balls | {n: balls[n].rounded(dtype) for n in cast if n in balls}
 
 
-@pytest.mark.parametrize(("recipe", "norm", "names", "bias", "shape", "dtype"), cases())
-def test_both_passes_against_float64(recipe, norm, names, bias, shape, dtype):
-    layer, x, dy = make(norm, names, bias, shape, dtype)
+@pytest.mark.parametrize(Case._fields, cases())
+def test_both_passes_against_float64(recipe, norm, names, bias, shape, layout, dtype):
+    layer, x, dy = make(norm, names, bias, shape, layout, dtype)
     y, dx, grads, rule = train(layer, x, dy, recipe)
     run = functools.partial(
         chain.layernorm_mlp,
@@ -221,7 +247,7 @@ class Composition(nnx.Module):
 
 def test_a_wide_computation_of_a_narrow_x_is_wide_in_both_passes():
     """dtype=None promotes x with the parameters: only x and dx are bfloat16."""
-    layer, x, dy = make("layernorm", ("gelu",), True, "64x128x128", None)
+    layer, x, dy = make("layernorm", ("gelu",), True, "64x128x128", False, None)
     x = x.astype(jnp.bfloat16)
     y, dx, grads, rule = train(layer, x, dy, None)
     assert (y.dtype, dx.dtype) == (jnp.float32, jnp.bfloat16)

@@ -39,7 +39,7 @@ def attributes(op, index=0, k_ndim=1):
 
 def groups(m, k, n=(7,)):
     """Sizes of the groups that the ops use."""
-    return {"B": m, "D": m, "M": m, "K": k, "N": n}
+    return {"B": m, "D": m, "H": (40,), "M": m, "K": k, "N": n}
 
 
 def main_operand(op: KernelOp) -> int:

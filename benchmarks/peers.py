@@ -1,0 +1,170 @@
+"""Layers of other libraries, as steps that `benchmarks.gpu` times beside ours.
+
+A step computes the gradients of ``sum(y * dy)`` with respect to the parameters and x,
+so that no product of either pass can be dropped. Peers have float32 parameters and
+bfloat16 activations, as ours have.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import linen, nnx
+
+from te_flax.typing import Array
+
+Step = Callable[[], Any]
+
+
+class Work(NamedTuple):
+    """One layer to time.
+
+    Attributes:
+        name: of the row.
+        kind: "dense" or "mlp".
+        shape: of x; features come last.
+        features: of the dense layer's result, or of the MLP's middle.
+        activations: of the MLP; its dense layers have biases unless it is gated.
+        flops: of the products of both passes.
+    """
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    features: int
+    activations: tuple[str, ...]
+    flops: float
+
+
+def loss(y: Array, dy: Array) -> Array:
+    """What every step differentiates."""
+    return jnp.sum(y.astype(jnp.float32) * dy.astype(jnp.float32))
+
+
+def arrays(work: Work) -> tuple[Array, Array]:
+    """Normal x, and dy as a loss would give it."""
+    keys = jax.random.split(jax.random.key(0))
+    out = work.features if work.kind == "dense" else work.shape[-1]
+    x = jax.random.normal(keys[0], work.shape, jnp.bfloat16)
+    dy = jax.random.normal(keys[1], (*work.shape[:-1], out), jnp.bfloat16)
+    return x, dy * jnp.bfloat16(1e-3)
+
+
+class PlainMLP(nnx.Module):
+    """LayerNorm, dense, activation, dense, as written with flax.nnx."""
+
+    def __init__(self, work: Work, rngs: nnx.Rngs):
+        hidden, mid, self.gated = (
+            work.shape[-1],
+            work.features,
+            len(work.activations) > 1,
+        )
+        common = {"dtype": jnp.bfloat16, "rngs": rngs, "use_bias": not self.gated}
+        self.norm = nnx.LayerNorm(
+            hidden, dtype=jnp.bfloat16, use_fast_variance=False, rngs=rngs
+        )
+        self.wi = nnx.LinearGeneral(
+            hidden, (2, mid) if self.gated else (mid,), **common
+        )
+        self.wo = nnx.Linear(mid, hidden, **common)
+
+    def __call__(self, x: Array) -> Array:
+        """Maps [.., hidden] to [.., hidden]."""
+        h = self.wi(self.norm(x))
+        if self.gated:
+            return self.wo(nnx.silu(h[..., 0, :]) * h[..., 1, :])
+        return self.wo(nnx.gelu(h))
+
+
+def plain(work: Work) -> Step:
+    """XLA in bfloat16 through flax.nnx."""
+    rngs = nnx.Rngs(0)
+    if work.kind == "dense":
+        model: Any = nnx.Linear(
+            work.shape[-1],
+            work.features,
+            use_bias=False,
+            dtype=jnp.bfloat16,
+            rngs=rngs,
+        )
+    else:
+        model = PlainMLP(work, rngs)
+    graphdef, params = nnx.split(model)
+
+    def value(params, x, dy):
+        return loss(nnx.merge(graphdef, params)(x), dy)
+
+    gradients = jax.jit(jax.grad(value, argnums=(0, 1)))
+    x, dy = arrays(work)
+    return lambda: gradients(params, x, dy)
+
+
+def _linen(model: linen.Module, work: Work, context: Callable | None = None) -> Step:
+    """A step of a Linen layer whose FP8 state is differentiated with the parameters."""
+    x, dy = arrays(work)
+    variables = model.init(jax.random.key(0), x)
+
+    def value(variables, x, dy):
+        return loss(model.apply(variables, x), dy)
+
+    gradients = jax.jit(jax.grad(value, argnums=(0, 1)))
+    state = {"variables": variables}
+
+    def step():
+        grads = gradients(state["variables"], x, dy)
+        overwritten = set(grads[0]) - {"params"}
+        state["variables"] = {
+            **state["variables"],
+            **{name: grads[0][name] for name in overwritten},
+        }
+        return grads
+
+    return step
+
+
+def flax_fp8(work: Work) -> Step:
+    """flax.linen's FP8 product, which XLA turns into cuBLASLt's."""
+    direct = linen.Fp8DirectDotGeneralOp
+    if work.kind != "dense":
+        raise NotImplementedError("flax has the dense layer alone")
+    model = linen.Dense(
+        work.features, use_bias=False, dtype=jnp.bfloat16, dot_general_cls=direct
+    )
+    return _linen(model, work)
+
+
+def transformer_engine(work: Work, recipe: str) -> Step:
+    """Transformer Engine's layer under its own recipe; needs transformer_engine."""
+    from transformer_engine.common import recipe as recipes
+    from transformer_engine.jax import autocast
+    from transformer_engine.jax import flax as te_linen
+
+    made = {
+        "delayed_scaling": recipes.DelayedScaling,
+        "current_scaling": recipes.Float8CurrentScaling,
+    }[recipe]()
+    if work.kind == "dense":
+        model = te_linen.DenseGeneral(work.features, use_bias=False, dtype=jnp.bfloat16)
+    else:
+        model = te_linen.LayerNormMLP(
+            intermediate_dim=work.features,
+            activations=work.activations,
+            use_bias=len(work.activations) == 1,
+            return_layernorm_output=False,
+            intermediate_dropout_rate=0.0,
+            dtype=jnp.bfloat16,
+        )
+    with autocast(enabled=True, recipe=made):
+        step = _linen(model, work)
+        step()  # the recipe is read while tracing
+    return step
+
+
+PEERS: dict[str, dict[str, Callable[[Work], Step]]] = {
+    "flax": {"flax Fp8Direct": flax_fp8},
+    "te": {
+        f"TE {name}": lambda work, name=name: transformer_engine(work, name)
+        for name in ("delayed_scaling", "current_scaling")
+    },
+}
