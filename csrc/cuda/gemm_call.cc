@@ -194,7 +194,10 @@ ffi::Error Plan(Call* call, void* workspace, int64_t bytes) {
   p.m = call->rhs.padded_rows;
   p.n = call->lhs.padded_rows;
   p.k = call->padded_k;
-  if (!direct) call->sum = static_cast<float*>(scratch.Take(4 * p.m * p.n));
+  const bool in_place = call->out_type == Float::kF32 && p.m == call->n() && p.n == call->m();
+  if (!direct) {
+    call->sum = static_cast<float*>(in_place ? call->out : scratch.Take(4 * p.m * p.n));
+  }
   if (scratch.used() > bytes) {
     return Invalid(kWhere, "the scratch memory",
                    "have " + std::to_string(scratch.used()) + " bytes", std::to_string(bytes),

@@ -95,7 +95,9 @@ def workspace(
             parts.append(4 * across * whole_n)
         elif across % 4:
             parts.append(4 * _ceil(whole_n, 128) * _up(across, 4))
-    if (m, n) != (whole_m, whole_n) or not _writes(given, scaling, attrs["out_dtype"]):
+    padded, out_dtype = (m, n) != (whole_m, whole_n), attrs["out_dtype"]
+    in_place = out_dtype == "float32" and not padded  # the sums lie in the result
+    if padded or not (in_place or _writes(given, scaling, out_dtype)):
         parts.append(4 * whole_m * whole_n)
     return sum(_up(part, _REGION) for part in parts)
 

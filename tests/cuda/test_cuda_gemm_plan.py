@@ -1,4 +1,4 @@
-"""Algorithms are timed once per shape, kept in the user's cache, or not timed at all."""
+"""Algorithms are timed once per shape and kept in the user's cache."""
 
 import os
 import subprocess

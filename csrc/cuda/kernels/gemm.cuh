@@ -14,13 +14,19 @@ constexpr int kScaleTile = 32;
 __device__ inline int64_t FirstThread() { return int64_t{blockIdx.x} * kGemmThreads + threadIdx.x; }
 __device__ inline int64_t AllThreads() { return int64_t{gridDim.x} * kGemmThreads; }
 
+// i / n; a 64-bit division costs more than the rest of a loop.
+__device__ inline int64_t Divide(int64_t i, int64_t n) {
+  return i <= UINT32_MAX && n <= UINT32_MAX ? static_cast<uint32_t>(i) / static_cast<uint32_t>(n)
+                                            : i / n;
+}
+
 // to [to_rows, to_cols] = from [rows, cols], with zeros where it has nothing. T: one element.
 template <typename T>
 __global__ void __launch_bounds__(kGemmThreads)
     PadKernel(const T* __restrict__ from, int64_t rows, int64_t cols, T* to, int64_t to_rows,
               int64_t to_cols) {
   for (int64_t i = FirstThread(); i < to_rows * to_cols; i += AllThreads()) {
-    const int64_t r = i / to_cols, c = i - r * to_cols;
+    const int64_t r = Divide(i, to_cols), c = i - r * to_cols;
     to[i] = r < rows && c < cols ? from[r * cols + c] : T{0};
   }
 }
@@ -52,7 +58,7 @@ __global__ void __launch_bounds__(kGemmThreads)
                         uint8_t* to) {
   const int64_t to_blocks = (blocks + 3) / 4 * 4, to_rows = (rows + 127) / 128 * 128;
   for (int64_t i = FirstThread(); i < to_rows * to_blocks; i += AllThreads()) {
-    const int64_t r = i / to_blocks, c = i - r * to_blocks;
+    const int64_t r = Divide(i, to_blocks), c = i - r * to_blocks;
     to[SwizzledIndex(r, c, blocks)] = r < rows && c < blocks ? from[r * blocks + c] : uint8_t{0};
   }
 }
@@ -68,7 +74,7 @@ __device__ inline float BiasAt(const void* bias, Float type, int64_t i) {
   }
 }
 
-// out [m, n] = sum [*, sum_cols] + bias [n], rounded once. No sum: zeros; no bias: none.
+// out [m, n] = sum [*, sum_cols] + bias [n], rounded once; out may be the sum. No sum: zeros.
 struct GemmFinish {
   const float* sum;
   int64_t sum_cols;
@@ -81,7 +87,7 @@ struct GemmFinish {
 template <Float dtype>
 __global__ void __launch_bounds__(kGemmThreads) FinishKernel(GemmFinish p) {
   for (int64_t i = FirstThread(); i < p.m * p.n; i += AllThreads()) {
-    const int64_t r = i / p.n, c = i - r * p.n;
+    const int64_t r = Divide(i, p.n), c = i - r * p.n;
     float v = p.sum == nullptr ? 0.0f : p.sum[r * p.sum_cols + c];
     if (p.bias != nullptr) v = __fadd_rn(v, BiasAt(p.bias, p.bias_type, c));
     const uint32_t bits = Narrow<dtype>(v);
