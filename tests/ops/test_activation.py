@@ -6,41 +6,17 @@ import re
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from _activations import backward, close_to_limits, forward
+from _activations import backward, close_to_limits, forward, values
 from _quantizers import BF16, F16, F32, HANDLERS, REFERENCE
 from _variants import VALUES, attributes, results
 
 from te_flax.ops._fused import Variant
 from te_flax.ops.activation import ACT_BWD, ACT_FWD, ACTIVATIONS
-from te_flax.testing.patterns import every_pattern, same_bits
+from te_flax.testing.patterns import same_bits
 
 H = Variant()
 DTYPES = (BF16, F16, F32)
 each = pytest.mark.parametrize("activation", ACTIVATIONS)
-
-
-def dense(largest: float = 3e38) -> np.ndarray:
-    """Float32 values: every size, densely where a function bends, and the specials."""
-    near = np.linspace(-16, 16, 60000)
-    far = np.geomspace(1e-38, largest, 4000)
-    tail = np.linspace(-110, -70, 8000)  # where exp and h leave the normal numbers
-    edges = [0.0, -0.0, np.inf, -np.inf, np.nan, 7.0, -7.0, 1e-40]
-    return np.concatenate([near, far, -far, tail, edges]).astype(np.float32)
-
-
-@functools.cache
-def values(activation: str, dtype: np.dtype, largest: float) -> np.ndarray:
-    """``[M, A, 64]`` of every pattern, the second slice moderate."""
-    x = dense(largest) if dtype == F32 else every_pattern(dtype)
-    with np.errstate(invalid="ignore"):
-        wide = x.astype(np.float32)
-        x = x[~(np.isfinite(wide) & (np.abs(wide) > largest))]
-    x = x[: x.size // 64 * 64].reshape(-1, 64)
-    if "," not in activation:
-        return x[:, None]
-    rng = np.random.default_rng(0)
-    second = rng.standard_normal(x.shape) * 10.0 ** rng.uniform(-2, 1, x.shape)
-    return np.stack([x, second.astype(dtype)], 1)
 
 
 def runs():

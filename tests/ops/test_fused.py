@@ -7,10 +7,12 @@ import pytest
 from _quantizers import BF16, F16, F32, HANDLERS, INPUTS, NATIVE
 from _variants import (
     FAMILIES,
+    SHAPES,
     attributes,
     draw,
     expected,
     full,
+    h_of,
     results,
     same_results,
 )
@@ -23,21 +25,6 @@ from te_flax.testing.patterns import every_pattern, same_bits
 pytestmark = pytest.mark.skipif(not NATIVE, reason="no handlers are built")
 each_family = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 each_scaling = pytest.mark.parametrize("scaling", ["tensor", "mxfp8"])
-SHAPES = (  # M.., K.., activation
-    ((1,), (1024,), "gelu"),
-    ((19,), (111,), "silu,linear"),
-    ((3, 37), (19,), "gelu_exact,linear"),
-    ((1024,), (1,), "clamped_silu,clamped_linear"),
-    ((5, 14), (4, 16), "silu,linear"),
-    ((0,), (33,), "gelu"),
-    ((33,), (0,), "gelu"),
-    ((), (40,), "relu"),
-)
-
-
-def h_of(found, own):
-    """h, which is x itself for the quantizers with dbias."""
-    return found.get("h", own[-1])
 
 
 @each_family

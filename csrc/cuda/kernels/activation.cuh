@@ -1,12 +1,11 @@
 // Activations and their derivatives, eight elements at a time. Raw pointers, no XLA or nanobind.
 //
 // Every step is one instruction whose rounding is named: the same element has the same bits in
-// every kernel. In units of 2^-24, 2^v errs by 4 of itself (ex2.approx: 2 ulp) and 1 / d by 2
-// (rcp.approx: 1 ulp). So x sigmoid(u) = x / (1 + E), E = exp(-u), sees near u = 0, where E and
-// 1 + E lie at the lower end of a binade at worst, 2 of E, 1 of 1 + E, 1 of the quotient (which
-// lies at the upper end of one) and 1 of the product: 5 if all agree in sign and size, and 2 of E,
-// 0.5, 2 and 1 on the other side of 0. Measured for every float32 the sum stays below the 4 (1 + 2
-// |u|) that the library promises. Further out E has up to 4.5 |u| for the rounded argument.
+// every kernel. In units of 2^-24 of the result, x sigmoid(u) = x / (1 + E) with E = exp(-u) sees
+// near u = 0 half of E's error, 1 of 1 + E, 0.7 of the quotient after a Newton step and 1 of the
+// product: 2.8 together with an exact E, for every float32. ex2.approx errs by up to 2 ulp, which
+// adds 2 to the worst case where E > 1. Further out E has up to 4.5 |u| for the rounded argument.
+// The library promises 4 (1 + 2 |u|), and the slope, which needs no Newton step, has 8.
 #ifndef TE_FLAX_CUDA_KERNELS_ACTIVATION_CUH_
 #define TE_FLAX_CUDA_KERNELS_ACTIVATION_CUH_
 
@@ -65,7 +64,9 @@ __device__ inline void Sigmoid(const Eight& x, const Eight& v, const Eight& w, E
 #pragma unroll
   for (int j = 0; j < kPack; ++j) {
     const float e = Exp2(v[j]);
-    const float s = Reciprocal(__fadd_rn(1.0f, e));
+    const float d = __fadd_rn(1.0f, e);
+    float s = Reciprocal(d);
+    if constexpr (!kSlope) s = __fmaf_rn(s, __fmaf_rn(-d, s, 1.0f), s);
     value[j] = MulFtz(x[j], s);
     // The clamp changes something only where E s is 0: no inf * 0.
     if constexpr (kSlope) {
@@ -179,10 +180,12 @@ struct GeluExact {
       const float e = Exp2(-v);
       const float ratio = Ratio(a);
       const bool near = a < 1.0f;
-      const float q = near ? Near(a) : __fmul_rn(ratio, e);
+      // Q is p f. Where e is subnormal, so is a Q, as a R < 1/2; Q alone may be before.
+      const float p = near ? Near(a) : ratio;
+      const float f = near ? 1.0f : e;
+      const float q = __fmul_rn(p, f);
       const float rest = __fsub_rn(1.0f, q);
-      // Where e is subnormal, so is a q, as a R < 1/2.
-      value[j] = MulFtz(x[j] < 0 ? -a : x[j], x[j] < 0 ? q : rest);
+      value[j] = x[j] < 0 ? MulFtz(__fmul_rn(-a, p), f) : MulFtz(x[j], rest);
       if constexpr (kSlope) {
         const float d = __fmaf_rn(-a, kDensity, ratio);  // Q - a times the density, over e
         const float s = x[j] < 0 ? q : rest;
