@@ -1,8 +1,6 @@
 """Where the GPU tests run, and how they call a handler and compare with the oracle."""
 
 import functools
-import sys
-from pathlib import Path
 
 import jax
 import ml_dtypes
@@ -12,9 +10,6 @@ import pytest
 from te_flax.ops._choice import kernels
 from te_flax.ops._op import KernelOp
 from te_flax.testing.patterns import patterns, same_bits
-
-# What the tests of the same ops on the CPU share.
-sys.path.append(str(Path(__file__).resolve().parents[1] / "ops"))
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 F16 = np.dtype(np.float16)

@@ -25,6 +25,20 @@ struct Mxfp8Slice {
   int64_t first_block;  // of the slice, in a row of row_scale
 };
 
+// Codes of a pack whose block has this scale.
+template <Float dtype>
+__device__ inline uint2 BlockCodes(const Pack<dtype>& pack, uint32_t e8m0, Format format) {
+  const float factor = BlockFactor(e8m0);
+  float v[kPack];
+#pragma unroll
+  for (int j = 0; j < kPack; ++j) v[j] = MulFtz(__uint_as_float(pack.Bits(j)), factor);
+  if (e8m0 == 254) {
+#pragma unroll
+    for (int j = 0; j < kPack; ++j) v[j] = MulFtz(v[j], 0x1p-64f);
+  }
+  return Encode8(v, format);
+}
+
 // Row codes and scales of one warp's tile. With kFull every pack is whole and aligned.
 template <bool kFull, Float dtype>
 __device__ inline void StoreRows(const Outputs& out, const Lane& at, const Mxfp8Slice& slice,
@@ -43,16 +57,9 @@ __device__ inline void StoreRows(const Outputs& out, const Lane& at, const Mxfp8
     amax = max(amax, __shfl_xor_sync(~0u, amax, 1));
     amax = max(amax, __shfl_xor_sync(~0u, amax, 2));
     const uint32_t e8m0 = BlockScale(amax, out.row_format);
-    const float factor = BlockFactor(e8m0);
-    float v[kPack];
-#pragma unroll
-    for (int j = 0; j < kPack; ++j) v[j] = MulFtz(__uint_as_float(packs[i].Bits(j)), factor);
-    if (e8m0 == 254) {
-#pragma unroll
-      for (int j = 0; j < kPack; ++j) v[j] = MulFtz(v[j], 0x1p-64f);
-    }
     const int valid = kFull ? kPack : at.m + 4 * i < out.m ? at.valid : 0;
-    StoreCodes(row, Encode8(v, out.row_format), valid, kFull || out.aligned);
+    const uint2 codes = BlockCodes(packs[i], e8m0, out.row_format);
+    StoreCodes(row, codes, valid, kFull || out.aligned);
     if (threadIdx.x % 4 == 0 && valid > 0) *scale = static_cast<uint8_t>(e8m0);
   }
 }

@@ -8,8 +8,8 @@
 #define TE_FLAX_CUDA_KERNELS_NORM_CUH_
 
 #include "cuda/kernels/amax.cuh"
-#include "cuda/kernels/column_sum.cuh"
-#include "cuda/kernels/source.cuh"
+#include "cuda/kernels/mxfp8_sink.cuh"
+#include "cuda/kernels/tensor_sink.cuh"
 
 namespace te_flax::cuda {
 
@@ -89,16 +89,6 @@ __device__ inline Pack<dtype> Rounded(const float (&v)[kPack]) {
   return h;
 }
 
-// Rounds v, stores the first `valid` elements and joins them to `seen`.
-template <Float dtype>
-__device__ inline void StoreRounded(void* to, int64_t index, const float (&v)[kPack], int valid,
-                                    bool aligned, Amax* seen) {
-  Pack<dtype> h = Rounded<dtype>(v);
-  if (valid < kPack) h.Keep(valid);
-  h.Store(to, index, valid, aligned);
-  seen->Join(h.Abs().Largest(), h);
-}
-
 // term(0) + .. + term(7) over a tree, without those from `valid` on.
 template <typename Term>
 __device__ inline float SumPack(int valid, Term term) {
@@ -107,7 +97,7 @@ __device__ inline float SumPack(int valid, Term term) {
   for (int j = 0; j < kPack; ++j) v[j] = term(j);
   if (valid < kPack) {
 #pragma unroll
-    for (int j = 1; j < kPack; ++j) v[j] = j < valid ? v[j] : 0.0f;
+    for (int j = 0; j < kPack; ++j) v[j] = j < valid ? v[j] : 0.0f;
   }
 #pragma unroll
   for (int half = kPack / 2; half > 0; half /= 2) {
@@ -205,16 +195,12 @@ struct Columns {
 };
 
 struct NormForward {
-  const uint32_t* noop;  // null, or the flag that turns the launch into nothing
   Array x, gamma, beta;  // [m, k], [k], [k]; no beta: RMSNorm
   int64_t m, k;
   float epsilon;  // 0 or at least 2^-126
   float centre;   // added to gamma
   float* mean;    // [m], null in an RMSNorm
   float* rstd;    // [m]
-  void* h;        // [m, k] or null: statistics alone
-  bool h_aligned;
-  uint32_t* amax;  // [2], zeros before the launch; used if h is
 };
 
 // A row of x that a team holds, or with kLoop reads again for every use.
@@ -240,7 +226,7 @@ struct NormRow {
     }
   }
 
-  // Calls visit(column, valid, pack) for every pack with elements.
+  // Calls visit(column, valid, pack) for every pack, those without elements too.
   template <typename Visit>
   __device__ void ForEach(Visit visit) {
     const int64_t chunks = kLoop ? columns.Chunks() : 1;
@@ -248,7 +234,7 @@ struct NormRow {
       if (kLoop) Load(chunk);
 #pragma unroll
       for (int i = 0; i < kRowPacks; ++i) {
-        if (valid[i] > 0) visit(columns.At(chunk, i), valid[i], packs[i]);
+        visit(columns.At(chunk, i), valid[i], packs[i]);
       }
     }
   }
@@ -258,6 +244,7 @@ struct NormRow {
   __device__ float Mean(float (&slots)[1][Team<kThreads>::kWarps], Term term) {
     RunningSum<kLoop> sum;
     ForEach([&](int64_t, int count, const Pack<dtype>& pack) {
+      if (count <= 0) return;
       sum.Add(SumPack(count, [&](int j) { return term(__uint_as_float(pack.Bits(j))); }));
     });
     float total[1] = {sum.Total()};
@@ -307,10 +294,35 @@ __device__ inline void Normalize(const Pack<dtype>& x, const NormStats& stats,
   }
 }
 
-// Statistics and, where p.h is not null, h and its amax, from one read of x.
-template <Float in, Float out, int kThreads, bool kLoop>
-__global__ void __launch_bounds__(Team<kThreads>::kBlock) NormRowsKernel(NormForward p) {
-  if (Skips(p.noop)) return;
+// What a row kernel makes of eight elements of h, of which `valid` exist. With MXFP8 scales the
+// four lanes of a block of 32 columns come here together.
+template <Float dtype>
+__device__ inline void StoreOfRow(const Outputs& out, int64_t m, int64_t column, int valid,
+                                  const Pack<dtype>& h, float scale, Amax* seen) {
+  const int64_t index = m * out.k + column;
+  if (out.h != nullptr) h.Store(out.h, index, valid, out.aligned);
+  if (out.row_scale == nullptr) {
+    float v[kPack];
+    ScalePack(h, scale, seen, v);
+    if (out.row == nullptr) return;
+    return StoreCodes(out.row + index, Encode8(v, out.row_format), valid, out.aligned);
+  }
+  uint32_t largest = h.Abs().Largest();
+  seen->Join(largest, h);
+  largest = max(largest, __shfl_xor_sync(~0u, largest, 1));
+  largest = max(largest, __shfl_xor_sync(~0u, largest, 2));
+  const uint32_t e8m0 = BlockScale(largest, out.row_format);
+  StoreCodes(out.row + index, BlockCodes(h, e8m0, out.row_format), valid, out.aligned);
+  if (threadIdx.x % 4 != 0 || valid <= 0) return;
+  const int64_t blocks = (out.k + kMxBlock - 1) / kMxBlock;
+  out.row_scale[m * blocks + column / kMxBlock] = static_cast<uint8_t>(e8m0);
+}
+
+// Statistics and, with `results`, all that `out` asks for, which is no col, from one read of x.
+template <Float in, Float dtype, int kThreads, bool kLoop>
+__global__ void __launch_bounds__(Team<kThreads>::kBlock)
+    NormRowsKernel(NormForward p, Outputs out, bool results) {
+  if (Skips(out.noop)) return;
   using Rows = Team<kThreads>;
   // From the last row to the first: what comes next begins with rows that are still in the cache.
   const int64_t index = int64_t{gridDim.x - 1 - blockIdx.x} * Rows::kRows + Rows::Row();
@@ -320,15 +332,18 @@ __global__ void __launch_bounds__(Team<kThreads>::kBlock) NormRowsKernel(NormFor
     if (p.mean != nullptr) p.mean[index] = QuietFloat(stats.mean);
     p.rstd[index] = stats.rstd;
   }
-  if (p.h == nullptr) return;
+  if (!results) return;
+  const float scale = out.scale == nullptr ? 1.0f : __ldg(out.scale);
   Amax seen;
   row.ForEach([&](int64_t column, int valid, const Pack<in>& pack) {
     const Parameters parameters(p.gamma, p.centre, p.beta, column, valid);
     float v[kPack];
     Normalize(pack, stats, parameters, v);
-    StoreRounded<out>(p.h, row.first + column, v, valid, p.h_aligned, &seen);
+    Pack<dtype> h = Rounded<dtype>(v);
+    if (valid < kPack) h.Keep(valid);
+    StoreOfRow(out, index, column, valid, h, scale, &seen);
   });
-  seen.Store(p.amax);
+  seen.Store(out.amax);
 }
 
 // h, given the statistics.

@@ -208,7 +208,10 @@ __global__ void __launch_bounds__(Team<kThreads>::kBlock,
       if (kLoop && index > begin) sums.Load(p, group + column, valid);
       float dx[kPack];
       row.Finish(i, column, valid, means, &sums, dx);
-      StoreRounded<out>(p.dx, row.first + column, dx, valid, p.dx_aligned, &seen);
+      Pack<out> h = Rounded<out>(dx);
+      if (valid < kPack) h.Keep(valid);
+      h.Store(p.dx, row.first + column, valid, p.dx_aligned);
+      seen.Join(h.Abs().Largest(), h);
       if (!kLoop) kept.Store(i, sums);
       if (kLoop) sums.Store(p, group + column, valid);
     });
