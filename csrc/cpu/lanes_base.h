@@ -4,6 +4,8 @@
 
 #include <stdint.h>
 
+#include <cmath>
+
 #include "cpu/scalar.h"
 
 // For simd_wide.inc, not always: sixteen lanes of one value each would take minutes to compile.
@@ -28,6 +30,8 @@ inline I Sub(I a, I b) { return a - b; }
 inline I Min32(I a, I b) { return static_cast<int32_t>(a) < static_cast<int32_t>(b) ? a : b; }
 inline F Mul(F a, F b) { return a * b; }
 inline F Div(F a, F b) { return a / b; }
+// a b + c, rounded once.
+inline F Fma(F a, F b, F c) { return std::fma(a, b, c); }
 inline F AddF(F a, F b) { return a + b; }
 inline F SubF(F a, F b) { return a - b; }
 inline F MinF(F a, F b) { return a < b ? a : b; }
@@ -43,6 +47,8 @@ inline I Sll(I v) {
 inline F LoadF(const float* p) { return *p; }
 inline void StoreF(float* p, F v) { *p = v; }
 inline F SelectLess(F a, F b, F x, F y) { return a < b ? x : y; }
+// -min(|a|, limit), -limit for NaN; limit > 0.
+inline F NegativeUpTo(F a, F limit) { return -MinF(AsF(AsI(a) & kAbs), limit); }
 
 inline F FirstLanes(F v, int64_t n) { return n > 0 ? v : 0.0f; }
 

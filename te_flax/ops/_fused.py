@@ -90,6 +90,7 @@ class Family:
         replicated: dims that the kernel must see whole.
         handler: FFI target.
         handler_attrs: fixed attributes for it.
+        unit_dims: see KernelOp.
         supports: ``(*avals, **attrs) -> None`` or why the handler cannot serve them.
         variants: the variants that exist.
         examples: case name -> (sizes of single dims, attributes) of small calls.
@@ -106,6 +107,7 @@ class Family:
     replicated: tuple[str, ...] = ()
     handler: str
     handler_attrs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    unit_dims: Mapping[str, str] = dataclasses.field(default_factory=dict)
     supports: Callable[..., str | None] | None = None
     variants: tuple[Variant, ...]
     examples: Mapping[str, tuple[Mapping[str, int], Mapping[str, Any]]]
@@ -280,6 +282,7 @@ def _declare(family: Family, v: Variant) -> KernelOp:
             "noop": v.noop,
         },
         aliases={f"prev_{name}": name for name in results} if v.noop else {},
+        unit_dims=family.unit_dims,
         supports=family.supports,
         cases=tuple(_cases(family, v, operands, formats)),
     )
