@@ -25,6 +25,7 @@ from te_flax.quantize.fused import Produced, produce, quantize_dbias
 from te_flax.quantize.gemm import gemm
 from te_flax.quantize.mailbox import MAILBOX_SIZE, encode
 from te_flax.quantize.quantizer import Quantized
+from te_flax.quantize.statistics import encode_statistics
 from te_flax.quantize.tensor import ScaledTensor
 from te_flax.typing import Array, wider
 
@@ -268,15 +269,32 @@ def shard_key(key: Array | None, dy: Array) -> Array | None:
     return key
 
 
-def state_cotangent(config: DenseConfig, amax: Array | None, mail_type) -> GemmState:
-    """Of a GemmState: amax(dy) in the mailbox where it is reported, nothing else."""
+def mail_types(state: GemmState) -> tuple:
+    """The types of what carries numbers out of the backward pass, None without."""
+    return type_of(state.mailbox), type_of(state.record)
+
+
+def state_cotangent(config: DenseConfig, made: Produced, types: tuple) -> GemmState:
+    """Of a GemmState: amax(dy) and the statistics of dy where they are asked for.
+
+    Args:
+        config: of the GEMM.
+        made: dy as ``h``, needed while its statistics are recorded, and its copies.
+        types: as from :func:`mail_types`.
+    """
+    mail_type, record_type = types
     none: Any = None  # a cotangent of zeros for a whole subtree
-    if mail_type is None:
-        return GemmState(none, none, none, none)
-    letter = jnp.zeros(MAILBOX_SIZE, jnp.float32)
-    if config.report_dy and amax is not None:
-        letter = encode(amax)
-    return GemmState(none, cotangent_like(letter, mail_type), none, none)
+    mail = record = none
+    if mail_type is not None:
+        mail = jnp.zeros(MAILBOX_SIZE, jnp.float32)
+        if config.report_dy and made.quantized.amax is not None:
+            mail = encode(made.quantized.amax)
+        mail = cotangent_like(mail, mail_type)
+    if record_type is not None:
+        dy, copy = cast(Array, made.h), made.quantized.rowwise
+        record = encode_statistics(dy, copy, config.amax_axes, config.impl)
+        record = cotangent_like(record, record_type)
+    return GemmState(none, mail, none, none, record)
 
 
 def add(a: Array, b: Array) -> Array:

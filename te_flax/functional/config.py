@@ -44,6 +44,8 @@ class GemmState(NamedTuple):
             pass when ``DenseConfig.report_dy``.
         key: random key of stochastic rounding.
         kernel: the kernel's copies where they were made before.
+        record: float32 ``[563]`` while ``te.record`` is entered; its cotangent carries
+            the statistics of dy out of the backward pass.
 
     Example:
         >>> GemmState().mailbox is None
@@ -54,6 +56,7 @@ class GemmState(NamedTuple):
     mailbox: Array | None = None
     key: Array | None = None
     kernel: Quantized | None = None
+    record: Array | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -29,11 +29,14 @@ def gemm_state(recipe: Recipe | None, fp8: Fp8State) -> GemmState:
     """The arrays that a recipe asks for.
 
     Amaxes and mailbox under delayed scaling, a key where dy is rounded stochastically,
-    the kernel's copies where ``te.cache_quantized`` made them.
+    the kernel's copies where ``te.cache_quantized`` made them, a mailbox for the
+    statistics of dy while ``te.record`` is entered.
     """
     if recipe is None:
         return GemmState()
-    state = GemmState(kernel=cached_kernel(fp8))
+    mail = fp8.record_mailbox
+    record = None if mail is None else mail[...]
+    state = GemmState(kernel=cached_kernel(fp8), record=record)
     if getattr(recipe.quantizers().dy, "stochastic", False):
         state = state._replace(key=fp8.rounding_key())
     if not isinstance(recipe, DelayedScaling):

@@ -50,7 +50,7 @@ class NVFP4Quantizer:
         ((4, 20), (4, 3), (4, 40))
 
     Source: NVIDIA 2025, "Pretraining Large Language Models with NVFP4"
-    (arXiv:2509.25149), sections 2 to 4.
+    (arXiv:2509.25149), sections 2 and 4.
     """
 
     two_dimensional: bool = False

@@ -13,6 +13,12 @@ from te_flax.quantize.quantizer import Quantized, check_orientations
 from te_flax.quantize.tensor import ScaledTensor
 from te_flax.typing import Array
 
+# (rowwise, colwise) -> the op
+_OPS = {
+    (True, False): QUANTIZE_ROW,
+    (False, True): QUANTIZE_COL,
+    (True, True): QUANTIZE_ROWCOL,
+}
 FLOAT32_MAX = float(jnp.finfo(jnp.float32).max)
 
 
@@ -41,7 +47,7 @@ class TensorQuantizer:
         ((4, 8), (8, 4))
 
     Source: Micikevicius et al. 2022, "FP8 Formats for Deep Learning"
-    (arXiv:2209.05433), section 3.
+    (arXiv:2209.05433), section 2 for the scale, section 3 for the formats.
     """
 
     format: str = "e4m3"
@@ -82,30 +88,20 @@ class TensorQuantizer:
             measured = reduce_amax(AMAX(x, impl=impl)[0], amax_axes)
             amax = measured[0]
         scale, scale_inv = self.scale(amax, impl=impl)
-        row = col = None
-        if rowwise and colwise:
-            row, col, found = QUANTIZE_ROWCOL(
-                x,
-                scale,
-                row_format=self.format,
-                col_format=self.format,
-                k_ndim=k_ndim,
-                impl=impl,
-            )
-        elif rowwise:
-            row, found = QUANTIZE_ROW(
-                x, scale, row_format=self.format, k_ndim=k_ndim, impl=impl
-            )
-        else:
-            col, found = QUANTIZE_COL(
-                x, scale, col_format=self.format, k_ndim=k_ndim, impl=impl
-            )
+        copies = ["row"] * rowwise + ["col"] * colwise
+        *codes, found = _OPS[rowwise, colwise](
+            x,
+            scale,
+            k_ndim=k_ndim,
+            impl=impl,
+            **{f"{name}_format": self.format for name in copies},
+        )
+        made = dict(zip(copies, codes, strict=True))
         if measured is None:
             measured = reduce_amax(found, amax_axes)
-
         return Quantized(
-            self.tensor(row, scale_inv, True, k_ndim),
-            self.tensor(col, scale_inv, False, k_ndim),
+            self.tensor(made.get("row"), scale_inv, True, k_ndim),
+            self.tensor(made.get("col"), scale_inv, False, k_ndim),
             measured,
         )
 

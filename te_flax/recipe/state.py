@@ -26,11 +26,15 @@ class Fp8Mailbox(nnx.Variable):
 
 
 class Fp8Record(Fp8Stat):
-    """Statistics of one call's operands while ``te.record`` is entered.
+    """Statistics of a layer's operands while ``te.record`` is entered.
 
     float32 [3, 5]: x, kernel and dy; amax, scale, saturated, flushed, nonfinite. NaN
     where a number is not known. It is no part of a checkpoint.
     """
+
+
+class Fp8RecordMailbox(Fp8Mailbox):
+    """Always zero; its cotangent carries the statistics of dy to the record."""
 
 
 class Fp8Rounding(nnx.Variable):
@@ -66,6 +70,7 @@ class Fp8State(nnx.Module):
         use_running_average: True freezes all statistics (``model.eval()``).
         track_gradients: set by ``te.track_gradients`` while it is entered.
         record: an ``Fp8Record`` while ``te.record`` is entered.
+        record_mailbox: an ``Fp8RecordMailbox``, float32 [563], zero, likewise.
         kernel_cache: an ``Fp8KernelCache`` while ``te.cache_quantized`` is entered.
 
     Raises:
@@ -82,6 +87,7 @@ class Fp8State(nnx.Module):
     use_running_average: bool
     track_gradients: bool
     record: Fp8Record | None = None
+    record_mailbox: Fp8RecordMailbox | None = None
     kernel_cache: Fp8KernelCache | None = None
 
     def __init__(
