@@ -137,24 +137,23 @@ def _operands(
 ) -> list[Statistics]:
     """The statistics of x, the kernel and dy of one layer."""
     delayed = recipe if isinstance(recipe, DelayedScaling) else None
-    rows = []
+    rows, known = [], {}
     for role in ROLES:
         newest = float(getattr(fp8, role)[(*index, 0)])
         row = Statistics(amax=newest if newest > 0 else math.nan)
         if delayed is not None:
             quantizer: Any = getattr(delayed.quantizers(), role)
-            scale, _ = quantizer.scale(fp8.amax(role, delayed)[index])
-            row = row._replace(scale=scale)
+            known[role] = quantizer.scale(fp8.amax(role, delayed)[index])
+            row = row._replace(scale=known[role].scale)
         rows.append(row)
     if fp8.record is not None:
         held = [Statistics(*map(float, r)) for r in np.asarray(fp8.record[index])]
         rows = [a if math.isnan(b.amax) else b for a, b in zip(rows, held, strict=True)]
     kernel = getattr(owner, "kernel", None)
     if kernel is not None:
-        amax = None if delayed is None else fp8.amax("kernel", delayed)[index]
         k_ndim = len(owner.in_features)
         rows[1] = kernel_statistics(
-            recipe or Recipe(), kernel[index or ...], k_ndim, amax
+            recipe or Recipe(), kernel[index or ...], k_ndim, known.get("kernel")
         )
     return rows
 

@@ -24,7 +24,7 @@ from te_flax.ops.norm import NORM_BWD, NORM_FWD
 from te_flax.quantize.fused import Produced, produce, quantize_dbias
 from te_flax.quantize.gemm import gemm
 from te_flax.quantize.mailbox import MAILBOX_SIZE, encode
-from te_flax.quantize.quantizer import Quantized
+from te_flax.quantize.quantizer import Quantized, Scale
 from te_flax.quantize.statistics import encode_statistics
 from te_flax.quantize.tensor import ScaledTensor
 from te_flax.typing import Array, wider
@@ -45,7 +45,7 @@ class GemmResiduals(NamedTuple):
 
     x: ScaledTensor
     kernel: ScaledTensor
-    dy_amax: Array | None
+    dy_scale: Scale | None
     key: Array | None
 
 
@@ -58,7 +58,7 @@ def quantize_input(
         k_ndim=k_ndim,
         rowwise=True,
         colwise=backward,
-        amax=state.amaxes.x,
+        scale=state.scales.x,
         amax_axes=config.amax_axes,
         impl=config.impl,
     )
@@ -109,7 +109,7 @@ def normalize(
         k_ndim=1,
         rowwise=True,
         colwise=backward,
-        amax=state.amaxes.x,
+        scale=state.scales.x,
         h=h,
         out_dtype=norm.out_dtype or x.dtype.name,
         amax_axes=config.amax_axes,
@@ -143,7 +143,7 @@ def multiply(
             k_ndim=n_ndim,
             rowwise=backward,
             colwise=True,
-            amax=state.amaxes.kernel,
+            scale=state.scales.kernel,
             amax_axes=config.amax_axes,
             impl=config.impl,
         )
@@ -165,7 +165,7 @@ def multiply(
     saved = GemmResiduals(
         _named(config, x.colwise),
         _named(config, copies.rowwise),
-        state.amaxes.dy,
+        state.scales.dy,
         state.key,
     )
     return y, copies.amax, saved
@@ -181,7 +181,7 @@ def quantize_cotangent(
         k_ndim=n_ndim,
         rowwise=True,
         colwise=True,
-        amax=res.dy_amax,
+        scale=res.dy_scale,
         dbias=dbias,
         amax_axes=config.amax_axes,
         key=shard_key(res.key, dy),

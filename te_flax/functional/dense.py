@@ -31,7 +31,7 @@ def dense(
         bias: ``[*out]`` or None.
         k_ndim: number of dims in ``in``.
         config: quantizers and options; None multiplies unquantized.
-        state: amaxes of earlier steps, mailbox and key, as the recipe asks.
+        state: scales known from earlier steps, mailbox and key, as the recipe asks.
 
     Returns:
         y ``[*batch, *out]``, and the amax ``[2]`` (largest finite magnitude, non-finite
@@ -82,7 +82,7 @@ def layernorm_dense(
         bias: ``[*out]`` or None.
         norm: which norm; None is a LayerNorm with epsilon 1e-6.
         config: quantizers and options; None multiplies unquantized.
-        state: amaxes of earlier steps, mailbox and key, as the recipe asks.
+        state: scales known from earlier steps, mailbox and key, as the recipe asks.
         return_layernorm_output: whether norm(x) is returned too.
 
     Returns:

@@ -9,7 +9,7 @@ from te_flax.ops._bits import check_format
 from te_flax.ops.amax import AMAX, AMAX_TO_SCALE
 from te_flax.ops.quantize import QUANTIZE_COL, QUANTIZE_ROW, QUANTIZE_ROWCOL
 from te_flax.quantize.mailbox import reduce_amax
-from te_flax.quantize.quantizer import Quantized, check_orientations
+from te_flax.quantize.quantizer import Quantized, Scale, check_orientations
 from te_flax.quantize.tensor import ScaledTensor
 from te_flax.typing import Array
 
@@ -76,22 +76,21 @@ class TensorQuantizer:
         k_ndim: int,
         rowwise: bool,
         colwise: bool,
-        amax: Array | None = None,
+        scale: Scale | None = None,
         amax_axes: tuple[str, ...] = (),
         key: Array | None = None,
         impl: tuple | None = None,
     ) -> Quantized:
-        """Quantizes ``x``; without ``amax`` it is read once more, for its own amax."""
+        """Quantizes ``x``; without ``scale`` it is read once more, for its amax."""
         check_orientations("TensorQuantizer", rowwise, colwise)
         measured = None
-        if amax is None:
+        if scale is None:
             measured = reduce_amax(AMAX(x, impl=impl)[0], amax_axes)
-            amax = measured[0]
-        scale, scale_inv = self.scale(amax, impl=impl)
+            scale = self.scale(measured[0], impl=impl)
         copies = ["row"] * rowwise + ["col"] * colwise
         *codes, found = _OPS[rowwise, colwise](
             x,
-            scale,
+            scale.scale,
             k_ndim=k_ndim,
             impl=impl,
             **{f"{name}_format": self.format for name in copies},
@@ -100,13 +99,13 @@ class TensorQuantizer:
         if measured is None:
             measured = reduce_amax(found, amax_axes)
         return Quantized(
-            self.tensor(made.get("row"), scale_inv, True, k_ndim),
-            self.tensor(made.get("col"), scale_inv, False, k_ndim),
+            self.tensor(made.get("row"), scale.scale_inv, True, k_ndim),
+            self.tensor(made.get("col"), scale.scale_inv, False, k_ndim),
             measured,
         )
 
-    def scale(self, amax: Array, *, impl: tuple | None = None) -> tuple[Array, Array]:
-        """The factor of x and its inverse, float32 ``[]``, that an amax asks for."""
+    def scale(self, amax: Array, *, impl: tuple | None = None) -> Scale:
+        """The scale that an amax, float32 ``[]``, asks for."""
         scale, scale_inv = AMAX_TO_SCALE(
             amax,
             format=self.format,
@@ -115,7 +114,7 @@ class TensorQuantizer:
             epsilon=self.epsilon,
             impl=impl,
         )
-        return scale, scale_inv
+        return Scale(scale, scale_inv)
 
     def tensor(
         self, data: Array | None, scale_inv: Array, rowwise: bool, k_ndim: int

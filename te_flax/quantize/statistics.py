@@ -64,8 +64,9 @@ def statistics(
         >>> from te_flax.quantize.per_tensor import TensorQuantizer
         >>> x = jnp.array([[1e-9, 1.0, 1.5, 1000.0]])
         >>> how = {"k_ndim": 1, "rowwise": True, "colwise": False}
-        >>> q = TensorQuantizer()(x, amax=jnp.float32(1.75), **how).rowwise
-        >>> found = statistics(x, q)
+        >>> q = TensorQuantizer()
+        >>> tensor = q(x, scale=q.scale(jnp.float32(1.75)), **how).rowwise
+        >>> found = statistics(x, tensor)
         >>> [float(value) for value in found]
         [1000.0, 256.0, 0.25, 0.25, 0.0]
     """

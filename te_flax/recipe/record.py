@@ -40,7 +40,7 @@ def record_operands(
     x: Array | None = None,
     kernel: Array | None = None,
     k_ndim: int = 1,
-    amaxes: Any = None,
+    scales: Any = None,
 ) -> None:
     """Writes the statistics of a layer's x and kernel, if they are being recorded.
 
@@ -54,7 +54,7 @@ def record_operands(
         x: ``[*batch, *in]``, or None if the layer never holds it (a fused norm).
         kernel: ``[*in, *out]``, or None.
         k_ndim: number of dims in ``in``.
-        amaxes: ``Amaxes`` of the call, with x and kernel; None where every operand
+        scales: ``Scales`` of the call, with x and kernel; None where every operand
             measures itself.
 
     Example:
@@ -67,17 +67,17 @@ def record_operands(
     """
     if fp8.record is None:
         return
-    x, kernel, amaxes = jax.lax.stop_gradient((x, kernel, amaxes))
+    x, kernel, scales = jax.lax.stop_gradient((x, kernel, scales))
     axes = amax_axes(fp8)
     quantizers = recipe.quantizers()
     rows = [Statistics(), Statistics()]
     if x is not None:
-        amax = None if amaxes is None else amaxes.x
-        how = {"rowwise": True, "colwise": False, "amax": amax, "amax_axes": axes}
+        scale = None if scales is None else scales.x
+        how = {"rowwise": True, "colwise": False, "scale": scale, "amax_axes": axes}
         rows[0] = statistics(x, quantizers.x(x, k_ndim=k_ndim, **how).rowwise, axes)
     if kernel is not None:
-        amax = None if amaxes is None else amaxes.kernel
-        rows[1] = kernel_statistics(recipe, kernel, k_ndim, amax, axes)
+        scale = None if scales is None else scales.kernel
+        rows[1] = kernel_statistics(recipe, kernel, k_ndim, scale, axes)
     values = jnp.stack([_row(numbers) for numbers in rows])
     fp8.record[...] = fp8.record[...].at[: len(rows)].set(values)
 
@@ -105,7 +105,7 @@ def kernel_statistics(
     recipe: Recipe,
     kernel: Array,
     k_ndim: int,
-    amax: Array | None = None,
+    scale: Any = None,
     axes: tuple[str, ...] = (),
 ) -> Statistics:
     """The statistics of a kernel, quantized as the forward product reads it.
@@ -114,7 +114,7 @@ def kernel_statistics(
         recipe: how it is quantized.
         kernel: ``[*in, *out]``.
         k_ndim: number of dims in ``in``.
-        amax: float32 ``[]`` that fixes the scale; None measures the kernel.
+        scale: the kernel's where it is known; None measures the kernel.
         axes: manual mesh axes over which it is sharded.
 
     Returns:
@@ -127,7 +127,7 @@ def kernel_statistics(
             k_ndim=kernel.ndim - k_ndim,
             rowwise=False,
             colwise=True,
-            amax=amax,
+            scale=scale,
             amax_axes=axes,
         )
         .colwise

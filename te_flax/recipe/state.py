@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from te_flax.errors import message
-from te_flax.quantize.mailbox import MAILBOX_SIZE, push
+from te_flax.quantize.mailbox import MAILBOX_SIZE, push, scales
+from te_flax.quantize.quantizer import Scale
 from te_flax.recipe.base import Recipe
 from te_flax.recipe.context import check_recipe, local_amax_axes, resolve
 from te_flax.recipe.delayed import DelayedScaling
@@ -151,7 +152,27 @@ class Fp8State(nnx.Module):
             ValueError: the recipe looks at more entries than the history holds.
         """
         history = jax.lax.stop_gradient(getattr(self, name)[...])
-        window, length = recipe.amax_history_len, history.shape[-1]
+        return jnp.max(history[..., : self._window(recipe)], axis=-1)
+
+    def scales(self, recipe: DelayedScaling) -> tuple[Scale, Scale, Scale]:
+        """Reads the scales of x, kernel and dy that the histories ask for.
+
+        Args:
+            recipe: gives the number of newest entries and how they are combined.
+
+        Returns:
+            Scales of float32 []; 1 while nothing has been pushed.
+
+        Raises:
+            ValueError: the recipe looks at more entries than the histories hold.
+        """
+        held = (self.x[...], self.kernel[...], self.dy[...])
+        x, kernel, dy = jax.lax.stop_gradient(held)
+        window = self._window(recipe)
+        return scales(x, kernel, dy, window=window, quantizers=recipe.quantizers())
+
+    def _window(self, recipe: DelayedScaling) -> int:
+        window, length = recipe.amax_history_len, self.x.shape[-1]
         if window > length:
             raise ValueError(
                 message(
@@ -162,9 +183,7 @@ class Fp8State(nnx.Module):
                     f"build the layer with amax_history_len={window}",
                 )
             )
-        if recipe.amax_compute_algo == "most_recent":
-            return history[..., 0]
-        return jnp.max(history[..., :window], axis=-1)
+        return 1 if recipe.amax_compute_algo == "most_recent" else window
 
     def push(self, x_amax: Array | None, kernel_amax: Array | None) -> None:
         """Records a forward call, unless the statistics are frozen.
@@ -177,13 +196,11 @@ class Fp8State(nnx.Module):
         """
         if self.use_running_average:
             return
-        for history, amax in ((self.x, x_amax), (self.kernel, kernel_amax)):
-            if amax is None:
-                continue
-            amax = jax.lax.stop_gradient(amax)
-            history[...] = push(history[...], amax[..., 0])
-            flag = (amax[..., 1] > 0).astype(jnp.int32)
-            self.nonfinite[...] = self.nonfinite[...] + flag
+        none = jnp.zeros((*self.nonfinite.shape, 2), jnp.float32)
+        amaxes = (none if a is None else a for a in (x_amax, kernel_amax))
+        held = (self.x[...], self.kernel[...], self.nonfinite[...])
+        pushed = push(*jax.lax.stop_gradient((*held, *amaxes)))
+        self.x[...], self.kernel[...], self.nonfinite[...] = pushed
 
     def rounding_key(self) -> Array | None:
         """Draws a key for stochastic rounding; None while the statistics are frozen.

@@ -10,7 +10,7 @@ import jax
 from flax import nnx
 
 from te_flax.errors import message
-from te_flax.quantize.mailbox import decode, push
+from te_flax.quantize.mailbox import push_letter
 from te_flax.quantize.statistics import decode_statistics
 from te_flax.recipe.arguments import Argnum, check_arguments, positional_arguments
 from te_flax.recipe.record import record_cotangent
@@ -372,10 +372,10 @@ def _deliver(node: Any, grads: Any, graph: bool | None) -> Any:
     for path, leaf in nnx.to_flat_state(_as_state(grads)):
         *at, name = path
         if name == "mailbox" and (*at, "dy") in stats:
-            mail, dy = decode(leaf[...]), stats[(*at, "dy")]
-            dy.set_value(push(dy[...], mail[..., 0]))
-            nonfinite = stats[(*at, "nonfinite")]
-            nonfinite.set_value(nonfinite[...] + mail[..., 1].astype(nonfinite.dtype))
+            dy, nonfinite = stats[(*at, "dy")], stats[(*at, "nonfinite")]
+            pushed = push_letter(leaf[...], dy[...], nonfinite[...])
+            dy.set_value(pushed[0])
+            nonfinite.set_value(pushed[1])
         elif name == "record_mailbox" and (*at, "record") in stats:
             numbers, record = decode_statistics(leaf[...]), stats[(*at, "record")]
             record.set_value(record_cotangent(record[...], numbers))

@@ -23,7 +23,8 @@ def _values(shape=(48, 80), dtype=np.float32):
 
 
 def _quantized(quantizer, x, amax=None, **copy) -> Any:
-    pair = quantizer(x, k_ndim=1, amax=amax, **copy)
+    scale = None if amax is None else quantizer.scale(amax)
+    pair = quantizer(x, k_ndim=1, scale=scale, **copy)
     return pair.rowwise if copy["rowwise"] else pair.colwise
 
 

@@ -59,7 +59,8 @@ def step(layer, dy):
 def _expected(recipe, dy, amax):
     given = amax if isinstance(recipe, te.DelayedScaling) else None
     quantizer = recipe.quantizers().dy
-    pair = quantizer(dy, k_ndim=1, rowwise=True, colwise=True, amax=given)
+    scale = None if given is None else quantizer.scale(given)
+    pair = quantizer(dy, k_ndim=1, rowwise=True, colwise=True, scale=scale)
     return statistics(dy, pair.rowwise)
 
 
