@@ -4,8 +4,6 @@
 
 #include <stdint.h>
 
-#include <cmath>
-
 #include "cpu/scalar.h"
 
 // For simd_wide.inc, not always: sixteen lanes of one value each would take minutes to compile.
@@ -31,7 +29,7 @@ inline I Min32(I a, I b) { return static_cast<int32_t>(a) < static_cast<int32_t>
 inline F Mul(F a, F b) { return a * b; }
 inline F Div(F a, F b) { return a / b; }
 // a b + c, rounded once.
-inline F Fma(F a, F b, F c) { return std::fma(a, b, c); }
+inline F Fma(F a, F b, F c) { return __builtin_fmaf(a, b, c); }
 inline F AddF(F a, F b) { return a + b; }
 inline F SubF(F a, F b) { return a - b; }
 inline F MinF(F a, F b) { return a < b ? a : b; }
