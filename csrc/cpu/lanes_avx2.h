@@ -66,6 +66,11 @@ inline F NegativeUpTo(F a, F limit) {
   const F b = _mm256_min_ps(_mm256_andnot_ps(_mm256_set1_ps(-0.0f), a), limit);
   return _mm256_or_ps(b, _mm256_set1_ps(-0.0f));
 }
+// t as the nearest integer n, the even one of two, and the rest r; |t| < 2^22.
+inline void Split(F t, F* n, F* r) {
+  *n = SubF(AddF(t, SetF(0x1.8p23f)), SetF(0x1.8p23f));
+  *r = SubF(t, *n);
+}
 // v * 2^n for an integer n in [-252, 0], flushed only at the end. Near: n counts as -120 below.
 inline I Places(F n) { return Sub(AsI(SetF(0x1.8p23f)), AsI(AddF(n, SetF(0x1.8p23f)))); }
 inline F Shrink(F v, F n) {

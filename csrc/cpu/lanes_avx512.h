@@ -66,6 +66,11 @@ inline F SelectLess(F a, F b, F x, F y) {
 }
 // -min(|a|, limit), -limit for NaN; limit > 0.
 inline F NegativeUpTo(F a, F limit) { return _mm512_range_ps(a, limit, 0xe); }
+// t as the nearest integer n, the even one of two, and the rest r; |t| < 2^22.
+inline void Split(F t, F* n, F* r) {
+  *r = _mm512_reduce_ps(t, 8);
+  *n = SubF(t, *r);
+}
 // v * 2^n for an integer n in [-252, 0], flushed only at the end. Near: n may count as -120 below.
 inline F Shrink(F v, F n) { return _mm512_scalef_ps(v, n); }
 inline F ShrinkNear(F v, F n) { return _mm512_scalef_ps(v, n); }

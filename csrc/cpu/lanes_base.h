@@ -4,8 +4,6 @@
 
 #include <stdint.h>
 
-#include <cmath>
-
 #include "cpu/scalar.h"
 
 // For simd_wide.inc, not always: sixteen lanes of one value each would take minutes to compile.
@@ -31,7 +29,7 @@ inline I Min32(I a, I b) { return static_cast<int32_t>(a) < static_cast<int32_t>
 inline F Mul(F a, F b) { return a * b; }
 inline F Div(F a, F b) { return a / b; }
 // a b + c, rounded once.
-inline F Fma(F a, F b, F c) { return std::fma(a, b, c); }
+inline F Fma(F a, F b, F c) { return __builtin_fmaf(a, b, c); }
 inline F AddF(F a, F b) { return a + b; }
 inline F SubF(F a, F b) { return a - b; }
 inline F MinF(F a, F b) { return a < b ? a : b; }
@@ -52,6 +50,11 @@ inline F NegativeUpTo(F a, F limit) { return -MinF(AsF(AsI(a) & kAbs), limit); }
 
 inline F FirstLanes(F v, int64_t n) { return n > 0 ? v : 0.0f; }
 
+// t as the nearest integer n, the even one of two, and the rest r; |t| < 2^22.
+inline void Split(F t, F* n, F* r) {
+  *n = SubF(AddF(t, SetF(0x1.8p23f)), SetF(0x1.8p23f));
+  *r = SubF(t, *n);
+}
 // v * 2^n for an integer n in [-252, 0], flushed only at the end. Near: n counts as -120 below.
 inline I Places(F n) { return Sub(AsI(SetF(0x1.8p23f)), AsI(AddF(n, SetF(0x1.8p23f)))); }
 inline F Shrink(F v, F n) {
