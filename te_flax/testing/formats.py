@@ -266,8 +266,8 @@ def _two_levels(x: Ball, random: np.ndarray | None) -> Ball:
     return _around(value, ends, (tensor[2] - tensor[0]) / max(tensor[0], 1e-30))
 
 
-def _float32(x: np.ndarray) -> np.ndarray:
-    return x.astype(np.float32).astype(np.float64)
+def _float32(x: np.ndarray | np.float64) -> np.ndarray:
+    return np.asarray(x).astype(np.float32).astype(np.float64)
 
 
 def _e4m3_scale(amax: np.ndarray, tensor: float) -> np.ndarray:
