@@ -147,7 +147,10 @@ def test_sharded_stays_in_the_balls_of_one_device(mesh_name, recipe, axis_type):
             read = nnx.state(layers, (te.Fp8Stat, te.Fp8Rounding))
             before = jax.tree.map(np.asarray, read)
             args = layers, place(x, spec), placed, tuple(outs.items())
-            found = step.lower(*args).compile(FAST)(*args[:3])
+            if recipe in FP4:
+                found = step.lower(*args).compile(FAST)(*args[:3])
+            else:
+                found = step(*args)
     nnx.update(layers, before)  # the amaxes and keys that the last step read
     for name, (results, grads) in found.items():
         dy = cotangents[name]

@@ -1,11 +1,13 @@
 """[sequence, batch, ...] inputs: the same layer on the transposed input."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from _dense import UNIT, data
-from _fused import SCALINGS, context, gemms, options
+from _fused import FAST, FP4, SCALINGS, context, gemms, hold_every_pair, options
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -84,8 +86,11 @@ def train(make, turned, recipe, place=lambda x, turned: x):
         x, dy = x.swapaxes(0, 1), dy.swapaxes(0, 1)
     x, dy = place(x, turned), place(dy, turned)
     with context(recipe):
+        run = step
+        if recipe in FP4:
+            run = step.lower(layer, x, dy).compile(FAST)
         for _ in range(1 + (recipe == "delayed_scaling")):
-            y, dx, grads = step(layer, x, dy)
+            y, dx, grads = run(layer, x, dy)
     y, dx = np.asarray(y), np.asarray(dx)
     if turned:
         y, dx = y.swapaxes(0, 1), dx.swapaxes(0, 1)
@@ -114,7 +119,10 @@ def compare(first, turned, recipe):
 
 @pytest.mark.parametrize(
     ("name", "recipe"),
-    [(n, None) for n in LAYERS] + [(n, r) for n in HAS_GEMM for r in RECIPES],
+    # Under delayed scaling every layer, for its histories; other recipes take turns.
+    [(n, None) for n in LAYERS]
+    + [(n, "delayed_scaling") for n in HAS_GEMM]
+    + list(zip(itertools.cycle(HAS_GEMM), RECIPES[1:])),
 )
 def test_equals_batch_first_on_one_device(name, recipe):
     first, second = (train(LAYERS[name], turned, recipe) for turned in (False, True))
@@ -127,9 +135,11 @@ CASES = [
     ("gated", "mxfp8", "sequence", AxisType.Auto),
     ("gated", "mxfp8", "batch", AxisType.Explicit),
     ("LayerNormMLP", "current_scaling", "batch", AxisType.Explicit),
+    ("LayerNormDenseGeneral", "current_scaling", "sequence", AxisType.Auto),
     ("LayerNormMLP", "nvfp4_nearest", "sequence", AxisType.Explicit),
     ("LayerNormDenseGeneral", "nvfp4_nearest", "batch", AxisType.Auto),
     ("LayerNormDenseGeneral", "float8_block_scaling", "sequence", AxisType.Explicit),
+    ("gated", "float8_block_scaling", "batch", AxisType.Auto),
     ("LayerNormMLP", None, "sequence", AxisType.Auto),
     ("LayerNormDenseGeneral", "delayed_scaling", "sequence", AxisType.Auto),
     ("LayerNormDenseGeneral", "mxfp8", "batch", AxisType.Explicit),
@@ -137,6 +147,13 @@ CASES = [
     ("RMSNorm", None, "batch", AxisType.Explicit),
     ("LayerNorm", None, "sequence", AxisType.Explicit),
 ]
+
+
+def test_every_recipe_is_sharded_both_ways():
+    _, recipes, sharded, types = zip(*CASES, strict=True)
+    assert {*recipes} == {None, *RECIPES}
+    hold_every_pair({"recipe": recipes, "sharded": sharded})
+    hold_every_pair({"sharded": sharded, "type": types})
 
 
 @pytest.mark.parametrize(("name", "recipe", "sharded", "axis_type"), CASES)
