@@ -9,10 +9,10 @@ from te_flax.convert import convert as convert
 from te_flax.convert import revert as revert
 from te_flax.functional.activation import activation as activation
 from te_flax.functional.config import ActivationConfig as ActivationConfig
-from te_flax.functional.config import Amaxes as Amaxes
 from te_flax.functional.config import DenseConfig as DenseConfig
 from te_flax.functional.config import GemmState as GemmState
 from te_flax.functional.config import NormConfig as NormConfig
+from te_flax.functional.config import Scales as Scales
 from te_flax.functional.dense import dense as dense
 from te_flax.functional.dense import layernorm_dense as layernorm_dense
 from te_flax.functional.layernorm_mlp import MLPConfig as MLPConfig
@@ -42,6 +42,7 @@ from te_flax.quantize.per_tensor import TensorQuantizer as TensorQuantizer
 from te_flax.quantize.quantizer import Identity as Identity
 from te_flax.quantize.quantizer import Quantized as Quantized
 from te_flax.quantize.quantizer import Quantizer as Quantizer
+from te_flax.quantize.quantizer import Scale as Scale
 from te_flax.quantize.tensor import ScaledTensor as ScaledTensor
 from te_flax.recipe.base import Recipe as Recipe
 from te_flax.recipe.block import Float8BlockScaling as Float8BlockScaling

@@ -16,7 +16,7 @@ from te_flax.adapters import (
 )
 from te_flax.errors import message
 from te_flax.fusion import Fuse, Passthrough, fused_pair, fusion_places, norm_of
-from te_flax.paths import Place, places
+from te_flax.paths import Place, check_model, places
 from te_flax.recipe.base import Recipe
 
 SKIP = "skip"
@@ -62,9 +62,9 @@ def convert(
         The converted model.
 
     Raises:
-        ValueError: a pattern matches no layer, the model holds none, or a count is
-            no int >= 0.
-        TypeError: the rules have another form.
+        ValueError: a pattern matches no layer, there is no rule, the model holds no
+            layer, or a count is no int >= 0.
+        TypeError: the rules have another form, or the model is none.
 
     Example:
         >>> import te_flax as te
@@ -77,6 +77,7 @@ def convert(
         >>> fp8.layers[0].kernel is model.layers[0].kernel
         True
     """
+    check_model("convert", model)
     pairs = _pairs(rules)
     for name, count in (("skip_first", skip_first), ("skip_last", skip_last)):
         if not isinstance(count, int) or isinstance(count, bool) or count < 0:
@@ -126,6 +127,7 @@ def revert(model: Any) -> Any:
     Raises:
         ValueError: nothing in it was converted, or the model holds a norm that was
             fused into a layer outside of it.
+        TypeError: the model is none.
 
     Example:
         >>> import te_flax as te
@@ -133,6 +135,7 @@ def revert(model: Any) -> Any:
         >>> type(te.revert(model)).__name__
         'Linear'
     """
+    check_model("revert", model)
     found = places(model)
     modules = {place.path: place.module for place in found}
     new: dict[int, nnx.Module] = {}
@@ -157,6 +160,9 @@ def _pairs(rules: Any) -> list[tuple[str, Action]]:
         remedy = 'pass te.load_recipe("mxfp8") for a preset'
         raise TypeError(message("convert", "rules", rule, repr(rules), remedy))
     pairs = list(rules)
+    if not pairs:
+        rule, remedy = "hold a (pattern, action) pair", "pass None for every layer"
+        raise ValueError(message("convert", "rules", rule, repr(rules), remedy))
     for pair in pairs:
         ok = isinstance(pair, tuple | list) and len(pair) == 2
         if not ok or not isinstance(pair[0], str):

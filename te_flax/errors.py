@@ -1,7 +1,39 @@
 """The one format of every error that te_flax raises, and the checks that use it."""
 
+import contextlib
+import contextvars
+from collections.abc import Iterator, Mapping
+
 import jax
 import numpy as np
+
+# The layers whose parts are being built, the outermost first.
+_WHOLES: contextvars.ContextVar[tuple[tuple[str, Mapping[str, str]], ...]]
+_WHOLES = contextvars.ContextVar("te_flax_wholes", default=())
+
+
+@contextlib.contextmanager
+def part_of(where: str, **names: str) -> Iterator[None]:
+    """Makes the errors of a layer's parts name the layer and the argument it was given.
+
+    Args:
+        where: the layer that builds its parts inside.
+        **names: argument of a part -> the layer's argument that it comes from, where
+            the two differ.
+
+    Yields:
+        Nothing.
+
+    Example:
+        >>> with part_of("LayerNormMLP", kernel_axes="kernel_axes_1"):
+        ...     message("DenseGeneral", "kernel_axes", "be None", 3, "leave it out")
+        'LayerNormMLP: kernel_axes_1 must be None, got 3; leave it out'
+    """
+    token = _WHOLES.set((*_WHOLES.get(), (where, names)))
+    try:
+        yield
+    finally:
+        _WHOLES.reset(token)
 
 
 def message(where: str, argument: str, rule: str, got: object, remedy: str) -> str:
@@ -21,6 +53,8 @@ def message(where: str, argument: str, rule: str, got: object, remedy: str) -> s
         >>> message("DelayedScaling", "margin", "be >= 0", -1, "use 0 for no margin")
         'DelayedScaling: margin must be >= 0, got -1; use 0 for no margin'
     """
+    for whole, names in reversed(_WHOLES.get()):
+        where, argument = whole, names.get(argument, argument)
     return f"{where}: {argument} must {rule}, got {got}; {remedy}"
 
 

@@ -3,12 +3,11 @@
 import math
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 
 from te_flax.errors import message
-from te_flax.paths import Place, places
-from te_flax.quantize.statistics import Statistics, smallest_scale
+from te_flax.paths import Place, check_model, places
+from te_flax.quantize.statistics import Statistics
 from te_flax.recipe.base import Recipe
 from te_flax.recipe.context import resolve
 from te_flax.recipe.delayed import DelayedScaling
@@ -71,9 +70,10 @@ def inspect(model: Any) -> Inspection:
     """Shows how each layer's operands fit the format of the recipe in force here.
 
     The kernel is quantized as the layer would quantize it and compared with its
-    codes. x and dy exist in a training step only: under delayed scaling their amax
-    comes from the histories; all else of them needs :func:`te_flax.record`, inside
-    which the numbers of the last recorded call are shown.
+    codes. x and dy exist in a training step only. Between a recorded step and the
+    ``step()`` that ends it (:func:`te_flax.record`) the numbers of that step are shown;
+    otherwise amax comes from the histories and the scale from delayed scaling, where
+    it follows from them. All else is NaN, printed as "-".
 
     Args:
         model: a module, or a pytree that holds modules.
@@ -85,6 +85,7 @@ def inspect(model: Any) -> Inspection:
     Raises:
         ValueError: the model has no layer with FP8 state, or a recipe looks at more
             history than a layer holds.
+        TypeError: the model is none.
 
     Example:
         >>> import te_flax as te
@@ -112,6 +113,7 @@ def inspect(model: Any) -> Inspection:
 
 def gemm_states(where: str, model: Any) -> list[tuple[Place, Any]]:
     """Each FP8 state of a model once, with the layer that it belongs to."""
+    check_model(where, model)
     found = {
         id(place.module): (place, (None, *place.ancestors)[-1])
         for place in reversed(places(model))
@@ -135,26 +137,23 @@ def _operands(
 ) -> list[Statistics]:
     """The statistics of x, the kernel and dy of one layer."""
     delayed = recipe if isinstance(recipe, DelayedScaling) else None
-    rows = []
+    rows, known = [], {}
     for role in ROLES:
         newest = float(getattr(fp8, role)[(*index, 0)])
         row = Statistics(amax=newest if newest > 0 else math.nan)
         if delayed is not None:
-            quantizer = getattr(delayed.quantizers(), role)
-            how = {"k_ndim": 1, "rowwise": True, "colwise": False}
-            amax = fp8.amax(role, delayed)[index]
-            tensor = quantizer(jnp.zeros((1, 1), jnp.float32), amax=amax, **how)
-            row = row._replace(scale=smallest_scale(tensor.rowwise))
+            quantizer: Any = getattr(delayed.quantizers(), role)
+            known[role] = quantizer.scale(fp8.amax(role, delayed)[index])
+            row = row._replace(scale=known[role].scale)
         rows.append(row)
     if fp8.record is not None:
         held = [Statistics(*map(float, r)) for r in np.asarray(fp8.record[index])]
         rows = [a if math.isnan(b.amax) else b for a, b in zip(rows, held, strict=True)]
     kernel = getattr(owner, "kernel", None)
     if kernel is not None:
-        amax = None if delayed is None else fp8.amax("kernel", delayed)[index]
         k_ndim = len(owner.in_features)
         rows[1] = kernel_statistics(
-            recipe or Recipe(), kernel[index or ...], k_ndim, amax
+            recipe or Recipe(), kernel[index or ...], k_ndim, known.get("kernel")
         )
     return rows
 

@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 import jax
 from flax import nnx
 
+from te_flax.errors import message
+
 
 class Place(NamedTuple):
     """A module and one way to reach it.
@@ -42,6 +44,16 @@ def places(model: Any) -> list[Place]:
         ['', 'layers', 'layers/0']
     """
     return list(_visit((), model, ()))
+
+
+def check_model(where: str, model: Any) -> None:
+    """Raises TypeError unless the model is a module or a pytree that may hold some."""
+    if isinstance(model, nnx.Pytree):
+        return
+    if model is None or jax.tree_util.all_leaves([model]):
+        rule, remedy = "be a module or a pytree of modules", "pass the model itself"
+        got = repr(model) if model is None else f"a {type(model).__name__}"
+        raise TypeError(message(where, "model", rule, got, remedy))
 
 
 def variables(module: nnx.Pytree) -> dict[str, nnx.Variable]:

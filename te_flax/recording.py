@@ -26,10 +26,13 @@ def record(
     """Writes the statistics of each layer's operands while the model trains.
 
     Call ``step()`` of the result after each training step. On recorded steps each
-    layer quantizes its operands once more, for the statistics; its FP8 state then
-    holds one more variable, so a jitted step is traced once with and once without it.
+    layer quantizes x and the kernel once more, for the statistics; those of dy leave
+    the backward pass as the cotangent of a mailbox, under every recipe, and reach the
+    record through ``te.value_and_grad`` or ``te.absorb``. The FP8 state then holds two
+    more variables, so a jitted step is traced once with and once without them, and
+    without them it is what it would be without ``te.record``.
     ``nnx.cached_partial`` cannot follow that. A layer called several times in a step
-    records the last call.
+    records x and the kernel of the last call and dy of all of them.
 
     Args:
         file: ends in ``.csv`` or ``.jsonl``; overwritten, or continued when
@@ -44,6 +47,7 @@ def record(
     Raises:
         ValueError: another file name, a count out of range, or a model without FP8
             state.
+        TypeError: the model is none.
 
     Example:
         >>> import tempfile
@@ -140,16 +144,13 @@ class Recorder:
 
 
 def _recorded(place: Place) -> Iterator[tuple[str, str, Statistics]]:
-    """Path, role and numbers of what a layer recorded; amax(dy) from its history."""
+    """Path, role and numbers of what a layer recorded."""
     fp8: Any = place.module
     values = np.asarray(fp8.record[...])
-    newest = np.asarray(fp8.dy[..., 0])
     for index in np.ndindex(values.shape[:-2]):
         path = "".join([owner_path(place), *(f"[{i}]" for i in index)])
         for role, row in zip(ROLES, values[index], strict=True):
             numbers = Statistics(*map(float, row))
-            if role == "dy" and not math.isnan(numbers.scale):
-                numbers = numbers._replace(amax=float(newest[index]))
             if not math.isnan(numbers.amax):
                 yield path, role, numbers
 

@@ -6,7 +6,7 @@ from flax import nnx
 
 from te_flax.adapters import adapter, class_name, refusal
 from te_flax.fusion import Passthrough
-from te_flax.paths import Place, places, variables
+from te_flax.paths import Place, check_model, places, variables
 from te_flax.recipe.base import HighPrecision
 from te_flax.recipe.context import resolve
 from te_flax.recipe.delayed import DelayedScaling
@@ -69,6 +69,9 @@ def report(model: Any, *, file: TextIO | None = None) -> Report:
     Returns:
         The table.
 
+    Raises:
+        TypeError: the model is none.
+
     Example:
         >>> import te_flax as te
         >>> model = nnx.Sequential(te.DenseGeneral(4, 8, rngs=nnx.Rngs(0)), nnx.relu)
@@ -77,6 +80,7 @@ def report(model: Any, *, file: TextIO | None = None) -> Report:
         path      class            shape  runs                                  why
         layers/0  te.DenseGeneral  4x8    MXFP8BlockScaling(fp8_format='e4m3')  autocast
     """
+    check_model("report", model)
     seen: set[int] = set()
     rows = []
     for place in places(model):

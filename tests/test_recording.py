@@ -13,7 +13,9 @@ import pytest
 from flax import nnx
 
 import te_flax as te
+from te_flax import plot
 from te_flax.recipe.record import record_operands, start_recording
+from te_flax.recipe.state import Fp8RecordMailbox
 from tests._models import RECIPES, data
 
 DELAYED = te.DelayedScaling(amax_history_len=4)
@@ -71,7 +73,7 @@ def test_training_is_recorded_in_every_graph_mode(tmp_path, mode):
     np.testing.assert_allclose(rows[6]["scale"], 448 / amax, rtol=3 * 2**-24)
     dy = [r for r in rows if r["role"] == "dy" and r["path"] == "down"]
     assert dy[-1]["amax"] == float(net.down.fp8.dy[0])
-    assert dy[-1]["saturated"] is None
+    assert all(value is not None for row in rows for value in row.values())
     assert net.up.fp8.record is None
 
 
@@ -88,9 +90,10 @@ def test_the_numbers_are_those_of_the_quantizer(tmp_path, recipe):
     assert row["flushed"] == np.float32(jnp.mean((codes == 0) & (kernel != 0)))
     assert row["flushed"] > 0
     assert row["nonfinite"] == 0
-    with_dy = recipe == "delayed_scaling"
-    roles = [r["role"] for r in _read(tmp_path / "run.jsonl")]
-    assert roles == ["x", "kernel", *(["dy"] if with_dy else [])] * 2
+    rows = _read(tmp_path / "run.jsonl")
+    assert [r["role"] for r in rows] == ["x", "kernel", "dy"] * 2
+    assert all(value is not None for row in rows for value in row.values())
+    assert plot.read(tmp_path / "run.jsonl") == rows
 
 
 def test_recording_changes_no_bit_of_the_training(tmp_path):
@@ -180,6 +183,7 @@ def test_a_record_is_no_part_of_a_checkpoint(tmp_path):
         held = nnx.state(net, te.checkpoint_filter)
         assert len(nnx.to_flat_state(held)) == len(want)
         assert len(nnx.to_flat_state(nnx.state(net, te.Fp8Record))) == 2
+        assert len(nnx.to_flat_state(nnx.state(net, Fp8RecordMailbox))) == 2
         te.restore_state(net, held)
 
 
@@ -187,11 +191,18 @@ def test_inspect_shows_the_last_recorded_call(tmp_path):
     net = Net(nnx.Rngs(0))
     with te.autocast(te.MXFP8BlockScaling()), te.record(tmp_path / "a.csv", net):
         net(X)
-        row = te.inspect(net).rows[0]
+        row, _, dy = te.inspect(net).rows[:3]
+        assert math.isnan(dy.amax)  # no backward pass yet
+        te.grad(lambda net: jnp.sum(net(X)))(net)
+        last = te.inspect(net).rows[-1]
     assert (row.path, row.role) == ("up", "x")
     assert row.amax == float(jnp.max(jnp.abs(X)))
     assert row.saturated == 0
     assert not math.isnan(row.flushed)
+    assert (last.path, last.role, last.amax) == ("down", "dy", 1.0)
+    assert (last.scale, last.saturated, last.flushed) == (256.0, 0, 0)
+    assert math.isnan(te.inspect(net).rows[-1].amax)
+    assert str(te.inspect(net)).splitlines()[-1].split()[2:] == ["-"] * 5 + ["0"]
 
 
 def test_a_run_is_continued(tmp_path):

@@ -33,16 +33,15 @@ inline ffi::ErrorOr<Activation> NamedActivation(std::string_view where, std::str
       where, "activation", "be known, for " + std::to_string(slices) + " slices", name, kReport));
 }
 
-// x is [M.., A, K..].
+// x is [M.., A, K..], without the A if it is 1.
 inline ffi::ErrorOr<ActivationCall> ReadActivation(std::string_view where, const ffi::AnyBuffer& x,
                                                    const ffi::Dictionary& attrs) {
   TE_ASSIGN_OR_RETURN(k_ndim, Attr<int64_t>(where, attrs, "k_ndim"));
-  TE_ASSIGN_OR_RETURN(extent, AsExtent(where, x, k_ndim));
-  TE_ASSIGN_OR_RETURN(whole, AsExtent(where, x, k_ndim + 1));
   TE_ASSIGN_OR_RETURN(dtype, FloatOf(where, "x", x.element_type()));
   TE_ASSIGN_OR_RETURN(name, Attr<std::string_view>(where, attrs, "activation"));
-  const Dims dims = x.dimensions();
-  const int64_t slices = dims[dims.size() - static_cast<size_t>(k_ndim) - 1];
+  const int64_t slices = name.find(',') == name.npos ? 1 : 2;
+  TE_ASSIGN_OR_RETURN(extent, AsExtent(where, x, k_ndim));
+  TE_ASSIGN_OR_RETURN(whole, AsExtent(where, x, k_ndim + slices - 1));
   TE_ASSIGN_OR_RETURN(activation, NamedActivation(where, name, slices));
   TE_ASSIGN_OR_RETURN(limit, Attr<float>(where, attrs, "limit"));
   TE_ASSIGN_OR_RETURN(alpha, Attr<float>(where, attrs, "alpha"));

@@ -42,6 +42,8 @@ inline F MinF(F a, F b) { return _mm256_min_ps(a, b); }
 inline F MaxF(F a, F b) { return _mm256_max_ps(a, b); }
 inline F SubF(F a, F b) { return _mm256_sub_ps(a, b); }
 inline F Div(F a, F b) { return _mm256_div_ps(a, b); }
+// a b + c, rounded once.
+inline F Fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
 inline F LoadF(const float* p) { return _mm256_loadu_ps(p); }
 inline void StoreF(float* p, F v) { _mm256_storeu_ps(p, v); }
 template <int n>
@@ -58,6 +60,16 @@ inline I SelectLess(I a, I b, I x, I y) {
 }
 inline F SelectLess(F a, F b, F x, F y) {
   return _mm256_blendv_ps(y, x, _mm256_cmp_ps(a, b, _CMP_LT_OQ));
+}
+// -min(|a|, limit), -limit for NaN; limit > 0.
+inline F NegativeUpTo(F a, F limit) {
+  const F b = _mm256_min_ps(_mm256_andnot_ps(_mm256_set1_ps(-0.0f), a), limit);
+  return _mm256_or_ps(b, _mm256_set1_ps(-0.0f));
+}
+// t as the nearest integer n, the even one of two, and the rest r; |t| < 2^22.
+inline void Split(F t, F* n, F* r) {
+  *n = SubF(AddF(t, SetF(0x1.8p23f)), SetF(0x1.8p23f));
+  *r = SubF(t, *n);
 }
 // v * 2^n for an integer n in [-252, 0], flushed only at the end. Near: n counts as -120 below.
 inline I Places(F n) { return Sub(AsI(SetF(0x1.8p23f)), AsI(AddF(n, SetF(0x1.8p23f)))); }

@@ -45,6 +45,8 @@ inline F MinF(F a, F b) { return _mm512_min_ps(a, b); }
 inline F MaxF(F a, F b) { return _mm512_max_ps(a, b); }
 inline F SubF(F a, F b) { return _mm512_sub_ps(a, b); }
 inline F Div(F a, F b) { return _mm512_div_ps(a, b); }
+// a b + c, rounded once.
+inline F Fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
 inline F LoadF(const float* p) { return _mm512_loadu_ps(p); }
 inline void StoreF(float* p, F v) { _mm512_storeu_ps(p, v); }
 template <int n>
@@ -61,6 +63,13 @@ inline I SelectLess(I a, I b, I x, I y) {
 }
 inline F SelectLess(F a, F b, F x, F y) {
   return _mm512_mask_mov_ps(y, _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), x);
+}
+// -min(|a|, limit), -limit for NaN; limit > 0.
+inline F NegativeUpTo(F a, F limit) { return _mm512_range_ps(a, limit, 0xe); }
+// t as the nearest integer n, the even one of two, and the rest r; |t| < 2^22.
+inline void Split(F t, F* n, F* r) {
+  *r = _mm512_reduce_ps(t, 8);
+  *n = SubF(t, *r);
 }
 // v * 2^n for an integer n in [-252, 0], flushed only at the end. Near: n may count as -120 below.
 inline F Shrink(F v, F n) { return _mm512_scalef_ps(v, n); }

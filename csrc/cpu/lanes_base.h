@@ -28,6 +28,8 @@ inline I Sub(I a, I b) { return a - b; }
 inline I Min32(I a, I b) { return static_cast<int32_t>(a) < static_cast<int32_t>(b) ? a : b; }
 inline F Mul(F a, F b) { return a * b; }
 inline F Div(F a, F b) { return a / b; }
+// a b + c, rounded once.
+inline F Fma(F a, F b, F c) { return __builtin_fmaf(a, b, c); }
 inline F AddF(F a, F b) { return a + b; }
 inline F SubF(F a, F b) { return a - b; }
 inline F MinF(F a, F b) { return a < b ? a : b; }
@@ -43,9 +45,16 @@ inline I Sll(I v) {
 inline F LoadF(const float* p) { return *p; }
 inline void StoreF(float* p, F v) { *p = v; }
 inline F SelectLess(F a, F b, F x, F y) { return a < b ? x : y; }
+// -min(|a|, limit), -limit for NaN; limit > 0.
+inline F NegativeUpTo(F a, F limit) { return -MinF(AsF(AsI(a) & kAbs), limit); }
 
 inline F FirstLanes(F v, int64_t n) { return n > 0 ? v : 0.0f; }
 
+// t as the nearest integer n, the even one of two, and the rest r; |t| < 2^22.
+inline void Split(F t, F* n, F* r) {
+  *n = SubF(AddF(t, SetF(0x1.8p23f)), SetF(0x1.8p23f));
+  *r = SubF(t, *n);
+}
 // v * 2^n for an integer n in [-252, 0], flushed only at the end. Near: n counts as -120 below.
 inline I Places(F n) { return Sub(AsI(SetF(0x1.8p23f)), AsI(AddF(n, SetF(0x1.8p23f)))); }
 inline F Shrink(F v, F n) {

@@ -20,11 +20,13 @@ void Widen(const Call& call, const Side& side, cudaStream_t stream) {
   const bool aligned = k % kPack == 0;
   const unsigned blocks = Blocks(m * CeilDiv(k, kPack), kDequantizeThreads, kMaxFlatBlocks);
   if (side.last) {
-    DequantizeMxfp8Kernel<Float::kBf16, false>
-        <<<blocks, kDequantizeThreads, 0, stream>>>(codes, scale, m, k, format, aligned, side.copy);
+    const Mxfp8RowScales scales = {scale, CeilDiv(k, kMxBlock)};
+    DequantizeBlocksKernel<Float::kBf16><<<blocks, kDequantizeThreads, 0, stream>>>(
+        codes, scales, m, k, format, aligned, side.copy);
   } else {
-    DequantizeMxfp8Kernel<Float::kBf16, true><<<blocks, kDequantizeThreads, 0, stream>>>(
-        codes, scale, m, k, format, aligned && AlignedTo(scale, 8), side.copy);
+    const Mxfp8ColScales scales = {scale, k};
+    DequantizeBlocksKernel<Float::kBf16><<<blocks, kDequantizeThreads, 0, stream>>>(
+        codes, scales, m, k, format, aligned && AlignedTo(scale, 8), side.copy);
   }
 }
 

@@ -24,7 +24,8 @@ from te_flax.ops.norm import NORM_BWD, NORM_FWD
 from te_flax.quantize.fused import Produced, produce, quantize_dbias
 from te_flax.quantize.gemm import gemm
 from te_flax.quantize.mailbox import MAILBOX_SIZE, encode
-from te_flax.quantize.quantizer import Quantized
+from te_flax.quantize.quantizer import Quantized, Scale
+from te_flax.quantize.statistics import encode_statistics
 from te_flax.quantize.tensor import ScaledTensor
 from te_flax.typing import Array, wider
 
@@ -44,7 +45,7 @@ class GemmResiduals(NamedTuple):
 
     x: ScaledTensor
     kernel: ScaledTensor
-    dy_amax: Array | None
+    dy_scale: Scale | None
     key: Array | None
 
 
@@ -57,7 +58,7 @@ def quantize_input(
         k_ndim=k_ndim,
         rowwise=True,
         colwise=backward,
-        amax=state.amaxes.x,
+        scale=state.scales.x,
         amax_axes=config.amax_axes,
         impl=config.impl,
     )
@@ -108,7 +109,7 @@ def normalize(
         k_ndim=1,
         rowwise=True,
         colwise=backward,
-        amax=state.amaxes.x,
+        scale=state.scales.x,
         h=h,
         out_dtype=norm.out_dtype or x.dtype.name,
         amax_axes=config.amax_axes,
@@ -142,7 +143,7 @@ def multiply(
             k_ndim=n_ndim,
             rowwise=backward,
             colwise=True,
-            amax=state.amaxes.kernel,
+            scale=state.scales.kernel,
             amax_axes=config.amax_axes,
             impl=config.impl,
         )
@@ -164,7 +165,7 @@ def multiply(
     saved = GemmResiduals(
         _named(config, x.colwise),
         _named(config, copies.rowwise),
-        state.amaxes.dy,
+        state.scales.dy,
         state.key,
     )
     return y, copies.amax, saved
@@ -180,7 +181,7 @@ def quantize_cotangent(
         k_ndim=n_ndim,
         rowwise=True,
         colwise=True,
-        amax=res.dy_amax,
+        scale=res.dy_scale,
         dbias=dbias,
         amax_axes=config.amax_axes,
         key=shard_key(res.key, dy),
@@ -268,15 +269,32 @@ def shard_key(key: Array | None, dy: Array) -> Array | None:
     return key
 
 
-def state_cotangent(config: DenseConfig, amax: Array | None, mail_type) -> GemmState:
-    """Of a GemmState: amax(dy) in the mailbox where it is reported, nothing else."""
+def mail_types(state: GemmState) -> tuple:
+    """The types of what carries numbers out of the backward pass, None without."""
+    return type_of(state.mailbox), type_of(state.record)
+
+
+def state_cotangent(config: DenseConfig, made: Produced, types: tuple) -> GemmState:
+    """Of a GemmState: amax(dy) and the statistics of dy where they are asked for.
+
+    Args:
+        config: of the GEMM.
+        made: dy as ``h``, needed while its statistics are recorded, and its copies.
+        types: as from :func:`mail_types`.
+    """
+    mail_type, record_type = types
     none: Any = None  # a cotangent of zeros for a whole subtree
-    if mail_type is None:
-        return GemmState(none, none, none, none)
-    letter = jnp.zeros(MAILBOX_SIZE, jnp.float32)
-    if config.report_dy and amax is not None:
-        letter = encode(amax)
-    return GemmState(none, cotangent_like(letter, mail_type), none, none)
+    mail = record = none
+    if mail_type is not None:
+        mail = jnp.zeros(MAILBOX_SIZE, jnp.float32)
+        if config.report_dy and made.quantized.amax is not None:
+            mail = encode(made.quantized.amax)
+        mail = cotangent_like(mail, mail_type)
+    if record_type is not None:
+        dy, copy = cast(Array, made.h), made.quantized.rowwise
+        record = encode_statistics(dy, copy, config.amax_axes, config.impl)
+        record = cotangent_like(record, record_type)
+    return GemmState(none, mail, none, none, record)
 
 
 def add(a: Array, b: Array) -> Array:

@@ -1,4 +1,4 @@
-"""What a functional must know besides its arrays: static configurations, amaxes."""
+"""What a functional must know besides its arrays: static configurations, scales."""
 
 import dataclasses
 from typing import NamedTuple
@@ -7,6 +7,7 @@ from jax.sharding import PartitionSpec
 
 from te_flax.quantize.quantizer import Identity, Quantizer
 from te_flax.quantize.quantizer import Quantized as Quantized
+from te_flax.quantize.quantizer import Scale as Scale
 from te_flax.sharding import Placement
 from te_flax.typing import Array
 
@@ -15,10 +16,10 @@ NOWHERE = Placement()
 QUANTIZED_NAME = "te_quantized"
 
 
-class Amaxes(NamedTuple):
-    """The amax of earlier steps that fixes each operand's scale, float32 ``[]``.
+class Scales(NamedTuple):
+    """The scales of the three operands where earlier steps fix them.
 
-    None in place of one: its scale comes from the array itself.
+    None in place of one: it comes from the array itself.
 
     Attributes:
         x: of the input.
@@ -26,34 +27,37 @@ class Amaxes(NamedTuple):
         dy: of the cotangent.
 
     Example:
-        >>> Amaxes().dy is None
+        >>> Scales().dy is None
         True
     """
 
-    x: Array | None = None
-    kernel: Array | None = None
-    dy: Array | None = None
+    x: Scale | None = None
+    kernel: Scale | None = None
+    dy: Scale | None = None
 
 
 class GemmState(NamedTuple):
     """The arrays beside the operands of one GEMM that its recipe asks for.
 
     Attributes:
-        amaxes: amax of earlier steps under delayed scaling.
+        scales: from the amaxes of earlier steps under delayed scaling.
         mailbox: float32 ``[279]``; its cotangent carries amax(dy) out of the backward
             pass when ``DenseConfig.report_dy``.
         key: random key of stochastic rounding.
         kernel: the kernel's copies where they were made before.
+        record: float32 ``[563]`` while ``te.record`` is entered; its cotangent carries
+            the statistics of dy out of the backward pass.
 
     Example:
         >>> GemmState().mailbox is None
         True
     """
 
-    amaxes: Amaxes = Amaxes()
+    scales: Scales = Scales()
     mailbox: Array | None = None
     key: Array | None = None
     kernel: Quantized | None = None
+    record: Array | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

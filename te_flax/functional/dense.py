@@ -31,7 +31,7 @@ def dense(
         bias: ``[*out]`` or None.
         k_ndim: number of dims in ``in``.
         config: quantizers and options; None multiplies unquantized.
-        state: amaxes of earlier steps, mailbox and key, as the recipe asks.
+        state: scales known from earlier steps, mailbox and key, as the recipe asks.
 
     Returns:
         y ``[*batch, *out]``, and the amax ``[2]`` (largest finite magnitude, non-finite
@@ -82,7 +82,7 @@ def layernorm_dense(
         bias: ``[*out]`` or None.
         norm: which norm; None is a LayerNorm with epsilon 1e-6.
         config: quantizers and options; None multiplies unquantized.
-        state: amaxes of earlier steps, mailbox and key, as the recipe asks.
+        state: scales known from earlier steps, mailbox and key, as the recipe asks.
         return_layernorm_output: whether norm(x) is returned too.
 
     Returns:
@@ -149,7 +149,7 @@ def _forward(static, x, scale, norm_bias, kernel, bias, state, *, backward: bool
 def _dense_fwd(static, x, scale, norm_bias, kernel, bias, state):
     arrays = (x, scale, norm_bias, kernel, bias)
     out, saved, stats = _forward(static, *arrays, state, backward=True)
-    types = tuple(map(_core.type_of, (*arrays, state.mailbox)))
+    types = (*map(_core.type_of, arrays), _core.mail_types(state))
     kept = (x, scale, stats) if static.norm else None
     return out, (saved, kept, _core.Types(types))
 
@@ -157,7 +157,7 @@ def _dense_fwd(static, x, scale, norm_bias, kernel, bias, state):
 def _dense_bwd(static, res, cotangents):
     config, norm, k_ndim, return_h = static
     saved, kept, types = res
-    x_type, scale_type, norm_bias_type, kernel_type, bias_type, mail_type = types
+    x_type, scale_type, norm_bias_type, kernel_type, bias_type, mail_types = types
     dy, dh_extra, _ = cotangents
     n_ndim = kernel_type.ndim - k_ndim
     with_bias = bias_type is not None
@@ -178,7 +178,7 @@ def _dense_bwd(static, res, cotangents):
             config, norm, dh, x, scale, stats, (x_type, scale_type, norm_bias_type)
         )
     dbias = _core.cotangent(made.dbias, bias_type)
-    dstate = _core.state_cotangent(config, made.quantized.amax, mail_type)
+    dstate = _core.state_cotangent(config, made, mail_types)
     dx = _core.cotangent(dx, x_type)
     return dx, dscale, dnorm_bias, dkernel, dbias, dstate
 

@@ -212,7 +212,7 @@ def _activate(config, z, state, key, h: bool, backward: bool) -> Produced:
             rowwise=True,
             colwise=backward,
             out_dtype=z.dtype.name,
-            amax=state.amaxes.x,
+            scale=state.scales.x,
             h=h,
             amax_axes=config.wo.amax_axes,
             impl=config.wo.impl,
@@ -237,9 +237,8 @@ def _drop(config, x: Array, key: Array) -> Array:
 
 def _mlp_fwd(config, x, params, states, dropout_key):
     out, saved = _forward(config, x, params, states, dropout_key, backward=True)
-    arrays = (x, params, *(s.mailbox for s in states))
-    types = jax.tree.map(jax.typeof, arrays)
-    leaves, tree = jax.tree.flatten(types)
+    types = jax.tree.map(jax.typeof, (x, params))
+    leaves, tree = jax.tree.flatten((*types, *map(_core.mail_types, states)))
     kept = cast(_Saved, saved)._replace(types=_core.Types((tuple(leaves), tree)))
     return out, kept
 
@@ -247,9 +246,10 @@ def _mlp_fwd(config, x, params, states, dropout_key):
 def _mlp_bwd(config, saved, cotangents):
     leaves, tree = saved.types
     x_type, p, *mail_types = jax.tree.unflatten(tree, leaves)
+    recorded = mail_types[0][1] is not None
     dy, dh_extra, _ = cotangents
     second, dh, dwo, dwo_lora = _wo_gradients(config, saved, dy, p)
-    first, dx, dwi, dwi_lora = _wi_gradients(config, saved, dh, x_type, p)
+    first, dx, dwi, dwi_lora = _wi_gradients(config, saved, dh, x_type, p, recorded)
     if config.return_layernorm_output:
         dx = _core.add(dx, dh_extra)
     dscale = dnorm_bias = None
@@ -264,8 +264,8 @@ def _mlp_bwd(config, saved, cotangents):
         dscale, dnorm_bias, dwi, dwi_bias, dwo, dwo_bias, dwi_lora, dwo_lora
     )
     dstates = [
-        _core.state_cotangent(c, made.quantized.amax, mail_type)
-        for c, made, mail_type in zip(
+        _core.state_cotangent(c, made, types)
+        for c, made, types in zip(
             (config.wi, config.wo), (first, second), mail_types, strict=True
         )
     ]
@@ -287,7 +287,7 @@ def _wo_gradients(config, saved, dy, p):
     return made, dh, dwo, dlora
 
 
-def _wi_gradients(config, saved, dh, x_type, p):
+def _wi_gradients(config, saved, dh, x_type, p, recorded):
     """Through the activation, quantized in its pass; gradients of the first GEMM."""
     wi, lora = config.wi, saved.lora[0]
     made = produce(
@@ -299,8 +299,8 @@ def _wi_gradients(config, saved, dh, x_type, p):
         rowwise=True,
         colwise=True,
         out_dtype=saved.z.dtype.name,
-        amax=saved.wi.dy_amax,
-        h=lora is not None,
+        scale=saved.wi.dy_scale,
+        h=recorded or lora is not None,
         dbias=p.wi_bias is not None,
         amax_axes=wi.amax_axes,
         key=_core.shard_key(saved.wi.key, dh),

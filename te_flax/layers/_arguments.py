@@ -1,14 +1,76 @@
 """Checks of what layers are constructed with."""
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from te_flax.errors import check_float64, message
 from te_flax.typing import FLOATS, Axes
+
+
+class _Kind(NamedTuple):
+    """What the type of an option must be."""
+
+    rule: str
+    remedy: str
+    accepts: Callable[[Any], bool]
+
+
+def _are_axes(value: Any) -> bool:
+    if value is None:
+        return True
+    if isinstance(value, str) or not isinstance(value, Sequence | PartitionSpec):
+        return False
+    return all(axis is None or isinstance(axis, str | tuple) for axis in value)
+
+
+_FLAG = _Kind(
+    "be True or False",
+    "pass a bool",
+    lambda value: isinstance(value, bool | np.bool_),
+)
+_NAME = _Kind("be a str", "give it a name", lambda value: isinstance(value, str))
+_NAME_OR_NONE = _Kind(
+    "be a str or None",
+    "use None for the usual name",
+    lambda value: value is None or isinstance(value, str),
+)
+_AXES = _Kind(
+    "be None or a tuple with a logical axis, or None, for each dim",
+    'write ("embed",) for one dim',
+    _are_axes,
+)
+_KINDS = {
+    "enable_layernorm": _FLAG,
+    "enable_low_rank_adaptation": _FLAG,
+    "return_layernorm_output": _FLAG,
+    "transpose_batch_sequence": _FLAG,
+    "use_bias": _FLAG,
+    "use_scale": _FLAG,
+    "zero_centered_gamma": _FLAG,
+    "ffn1_ckpt_name": _NAME,
+    "ffn2_ckpt_name": _NAME,
+    "intermediate_dropout_rng_name": _NAME,
+    "quantization_checkpoint_name": _NAME_OR_NONE,
+}
+
+
+def check_options(where: str, arguments: Mapping[str, Any]) -> None:
+    """Raises TypeError for a flag, a name or logical axes of another type.
+
+    Args:
+        where: the layer.
+        arguments: all that its constructor got, ``locals()`` at its start; the kind
+            of an option follows from its name.
+    """
+    for name, value in arguments.items():
+        kind = _AXES if "_axes" in name else _KINDS.get(name)
+        if kind is not None and not kind.accepts(value):
+            raise TypeError(message(where, name, kind.rule, repr(value), kind.remedy))
 
 
 def features(where: str, **named: int | Sequence[int]) -> list[tuple[int, ...]]:

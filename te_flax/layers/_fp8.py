@@ -4,7 +4,7 @@ from typing import Any
 
 import jax
 
-from te_flax.functional.config import Amaxes, DenseConfig, GemmState, Quantized
+from te_flax.functional.config import DenseConfig, GemmState, Quantized, Scale, Scales
 from te_flax.recipe.base import Recipe
 from te_flax.recipe.delayed import DelayedScaling
 from te_flax.recipe.state import Fp8KernelCache, Fp8State, amax_axes
@@ -28,20 +28,23 @@ def gemm_config(recipe: Recipe | None, fp8: Fp8State, **common: Any) -> DenseCon
 def gemm_state(recipe: Recipe | None, fp8: Fp8State) -> GemmState:
     """The arrays that a recipe asks for.
 
-    Amaxes and mailbox under delayed scaling, a key where dy is rounded stochastically,
-    the kernel's copies where ``te.cache_quantized`` made them.
+    Scales and mailbox under delayed scaling, a key where dy is rounded stochastically,
+    the kernel's copies where ``te.cache_quantized`` made them, a mailbox for the
+    statistics of dy while ``te.record`` is entered.
     """
     if recipe is None:
         return GemmState()
-    state = GemmState(kernel=cached_kernel(fp8))
+    mail = fp8.record_mailbox
+    record = None if mail is None else mail[...]
+    state = GemmState(kernel=cached_kernel(fp8), record=record)
     if getattr(recipe.quantizers().dy, "stochastic", False):
         state = state._replace(key=fp8.rounding_key())
     if not isinstance(recipe, DelayedScaling):
         return state
     # Without somebody who fills its history dy must measure itself.
-    dy = fp8.amax("dy", recipe) if fp8.tracked else None
-    amaxes = Amaxes(fp8.amax("x", recipe), fp8.amax("kernel", recipe), dy)
-    return state._replace(amaxes=amaxes, mailbox=fp8.mailbox[...])
+    x, kernel, dy = fp8.scales(recipe)
+    scales = Scales(x, kernel, dy if fp8.tracked else None)
+    return state._replace(scales=scales, mailbox=fp8.mailbox[...])
 
 
 def push(
@@ -68,21 +71,21 @@ def quantize_kernel(
     """
     n_ndim = kernel.ndim - stacked - k_ndim
     delayed = isinstance(recipe, DelayedScaling)
-    amax = fp8.amax("kernel", recipe) if delayed else None
+    scale = fp8.scales(recipe)[1] if delayed else None
 
-    def quantize(kernel: Array, amax: Array | None) -> Quantized:
+    def quantize(kernel: Array, scale: Scale | None) -> Quantized:
         return recipe.quantizers().kernel(
             kernel,
             k_ndim=n_ndim,
             rowwise=True,
             colwise=True,
-            amax=amax,
+            scale=scale,
             amax_axes=amax_axes(fp8),
         )
 
     for _ in range(stacked):
         quantize = jax.vmap(quantize)
-    return quantize(kernel, amax)
+    return quantize(kernel, scale)
 
 
 def cached_kernel(fp8: Fp8State) -> Quantized | None:

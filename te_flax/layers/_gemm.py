@@ -58,7 +58,7 @@ def record(
         x=x,
         kernel=layer.kernel[...],
         k_ndim=len(layer.axis),
-        amaxes=None if state.mailbox is None else state.amaxes,
+        scales=state.scales,
     )
 
 

@@ -12,7 +12,7 @@ from flax.nnx.nn import dtypes
 from jax.sharding import NamedSharding, PartitionSpec
 
 from te_flax import sharding
-from te_flax.errors import message
+from te_flax.errors import message, part_of
 from te_flax.layers import _arguments, _gemm
 from te_flax.layers._params import init_param
 from te_flax.recipe.base import Recipe
@@ -66,7 +66,8 @@ class DenseGeneral(nnx.Module):
     Raises:
         ValueError: ``in_features`` and ``axis`` differ in length, a feature is < 1, or
             an ``*_axes`` names another number of dims.
-        TypeError: ``recipe`` is no recipe, or a dtype no float.
+        TypeError: ``recipe`` is no recipe, a dtype no float, a flag no bool, a name no
+            str, or logical axes no tuple.
 
     Example:
         >>> import jax.numpy as jnp, te_flax as te
@@ -77,7 +78,7 @@ class DenseGeneral(nnx.Module):
         (8, 256)
 
     Source: TransformerEngine's and flax.nnx's layers of the same role; Micikevicius et
-    al. 2022, "FP8 Formats for Deep Learning" (arXiv:2209.05433), section 3.
+    al. 2022, "FP8 Formats for Deep Learning" (arXiv:2209.05433), section 2.
     """
 
     def __init__(
@@ -108,13 +109,15 @@ class DenseGeneral(nnx.Module):
         bias_metadata: Mapping[str, Any] = MappingProxyType({}),
         rngs: nnx.Rngs,
     ):
+        where = type(self).__name__
+        _arguments.check_options(where, locals())
         self.in_features, self.out_features = _arguments.features(
-            "DenseGeneral", in_features=in_features, out_features=out_features
+            where, in_features=in_features, out_features=out_features
         )
-        self.axis = _arguments.axes("DenseGeneral", axis, len(self.in_features))
-        check_recipe("DenseGeneral", recipe)
+        self.axis = _arguments.axes(where, axis, len(self.in_features))
+        check_recipe(where, recipe)
         _arguments.check_float_dtypes(
-            "DenseGeneral",
+            where,
             dtype=dtype,
             param_dtype=param_dtype,
             preferred_element_type=preferred_element_type,
@@ -122,16 +125,14 @@ class DenseGeneral(nnx.Module):
         self.use_bias = use_bias
         self.dtype = dtype
         self.param_dtype = param_dtype
-        self.precision = _arguments.precision("DenseGeneral", precision)
+        self.precision = _arguments.precision(where, precision)
         self.promote_dtype = promote_dtype
         self.preferred_element_type = preferred_element_type
         self.input_axes = input_axes
         self.transpose_batch_sequence = transpose_batch_sequence
         self.recipe = recipe
         n_in, n_out = math.prod(self.in_features), math.prod(self.out_features)
-        make = functools.partial(
-            init_param, "DenseGeneral", dtype=param_dtype, rngs=rngs
-        )
+        make = functools.partial(init_param, where, dtype=param_dtype, rngs=rngs)
         self.kernel = make(
             kernel_init,
             (*self.in_features, *self.out_features),
@@ -156,7 +157,8 @@ class DenseGeneral(nnx.Module):
             kernel_init,
             make,
         )
-        self.fp8 = Fp8State(amax_history_len, recipe=recipe, rngs=rngs)
+        with part_of(where):
+            self.fp8 = Fp8State(amax_history_len, recipe=recipe, rngs=rngs)
 
     def __call__(
         self, x: Array, out_sharding: PartitionSpec | NamedSharding | None = None
@@ -179,11 +181,12 @@ class DenseGeneral(nnx.Module):
 
     def _contracted_last(self, x: Array) -> Array:
         """Checks x and moves its contracted axes to the end."""
-        x = _arguments.float_array("DenseGeneral", x)
+        where = type(self).__name__
+        x = _arguments.float_array(where, x)
         if any(not -x.ndim <= a < x.ndim for a in self.axis):
             raise ValueError(
                 message(
-                    "DenseGeneral",
+                    where,
                     "x",
                     f"have the axes {self.axis}",
                     f"rank {x.ndim}, shape {x.shape}",
@@ -194,7 +197,7 @@ class DenseGeneral(nnx.Module):
         if len(set(axis)) != len(axis):
             raise ValueError(
                 message(
-                    "DenseGeneral",
+                    where,
                     "axis",
                     f"name different axes of x of rank {x.ndim}",
                     self.axis,
@@ -205,7 +208,7 @@ class DenseGeneral(nnx.Module):
         if found != self.in_features:
             raise ValueError(
                 message(
-                    "DenseGeneral",
+                    where,
                     "x",
                     f"hold in_features {self.in_features} at axis {self.axis}",
                     f"{found} in shape {x.shape}",
@@ -220,7 +223,7 @@ class DenseGeneral(nnx.Module):
     def _input_axes(self, ndim: int) -> Axes | None:
         """The logical axes of x in its own order."""
         return _arguments.input_axes(
-            "DenseGeneral", self.input_axes, ndim, self.transpose_batch_sequence
+            type(self).__name__, self.input_axes, ndim, self.transpose_batch_sequence
         )
 
     def _init_lora(
@@ -228,7 +231,7 @@ class DenseGeneral(nnx.Module):
     ) -> None:
         """Low-rank factors: a like the kernel, b zeros, so that they add nothing."""
         self.lora_a = self.lora_b = nnx.data(None)
-        where = "DenseGeneral"
+        where = type(self).__name__
         (rank,) = _arguments.sizes(where, low_rank_adaptation_dim=rank)
         self.lora_scale = 1.0
         if alpha is not None:

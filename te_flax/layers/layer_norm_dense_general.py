@@ -9,7 +9,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from te_flax import sharding
-from te_flax.errors import message
+from te_flax.errors import message, part_of
 from te_flax.layers import _arguments, _gemm
 from te_flax.layers.dense_general import DenseGeneral
 from te_flax.layers.norm import NORMS, ZEROS
@@ -37,7 +37,8 @@ def make_norm(
     options |= {"scale_init": scale_init, "scale_axes": scale_axes}
     if layernorm_type == "layernorm":
         options |= {"bias_init": ln_bias_init, "bias_axes": ln_bias_axes}
-    return NORMS[layernorm_type](features, **options)
+    with part_of(where, bias_axes="ln_bias_axes"):
+        return NORMS[layernorm_type](features, **options)
 
 
 class LayerNormDenseGeneral(DenseGeneral):
@@ -69,7 +70,8 @@ class LayerNormDenseGeneral(DenseGeneral):
 
     Raises:
         ValueError: an argument is out of range.
-        TypeError: ``recipe`` is no recipe, or a dtype no float.
+        TypeError: ``recipe`` is no recipe, a dtype no float, a flag no bool, a name no
+            str, or logical axes no tuple.
 
     Example:
         >>> import jax.numpy as jnp, te_flax as te
@@ -102,7 +104,8 @@ class LayerNormDenseGeneral(DenseGeneral):
         rngs: nnx.Rngs,
         **dense: Any,
     ):
-        where = "LayerNormDenseGeneral"
+        where = type(self).__name__
+        _arguments.check_options(where, locals())
         refuse(where, dense, DenseGeneral, "axis", "input_axes")
         (features,) = _arguments.sizes(where, in_features=in_features)
         self.norm = make_norm(
@@ -148,7 +151,7 @@ class LayerNormDenseGeneral(DenseGeneral):
             ValueError: the last axis of x has another size.
             TypeError: x is no float array.
         """
-        where = "LayerNormDenseGeneral"
+        where = type(self).__name__
         x = _arguments.float_array(where, x)
         _arguments.check_last(where, x, self.in_features[0], "in_features")
         axes = self._axes("layernorm_input_axes", x.ndim)
@@ -165,7 +168,7 @@ class LayerNormDenseGeneral(DenseGeneral):
         return (y, h) if self.return_layernorm_output else y
 
     def _axes(self, name: str, ndim: int) -> Axes | None:
-        where, flipped = "LayerNormDenseGeneral", self.transpose_batch_sequence
+        where, flipped = type(self).__name__, self.transpose_batch_sequence
         return _arguments.input_axes(where, getattr(self, name), ndim, flipped, name)
 
 

@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, PartitionSpec
 
 from te_flax import sharding
-from te_flax.errors import message
+from te_flax.errors import message, part_of
 from te_flax.functional.activation import activation
 from te_flax.functional.config import ActivationConfig
 from te_flax.functional.dense import dense, layernorm_dense
@@ -88,7 +88,8 @@ class LayerNormMLP(nnx.Module):
 
     Raises:
         ValueError: an argument is out of range or unknown.
-        TypeError: ``recipe`` is no recipe, or a dtype no float.
+        TypeError: ``recipe`` is no recipe, a dtype no float, a flag no bool, a name no
+            str, or logical axes no tuple.
 
     Example:
         >>> import jax.numpy as jnp, te_flax as te
@@ -143,6 +144,7 @@ class LayerNormMLP(nnx.Module):
         rngs: nnx.Rngs,
         **dense: Any,
     ):
+        _arguments.check_options(_WHERE, locals())
         refuse(_WHERE, dense, DenseGeneral, *_OWN)
         features, mid, out = _arguments.sizes(
             _WHERE,
@@ -181,8 +183,8 @@ class LayerNormMLP(nnx.Module):
             **dense,
         )
         wide = (len(self.activations), mid) if self.activations[1:] else mid
-        self.wi = make(features, wide, kernel_axes=kernel_axes_1, bias_axes=bias_axes_1)
-        self.wo = make(mid, out, kernel_axes=kernel_axes_2, bias_axes=bias_axes_2)
+        self.wi = _part(make, 1, features, wide, kernel_axes_1, bias_axes_1)
+        self.wo = _part(make, 2, mid, out, kernel_axes_2, bias_axes_2)
         dropout = (intermediate_dropout_rate, intermediate_dropout_rng_name)
         self._init_dropout(*dropout, intermediate_hidden_dropout_dims, rngs)
         self.in_features = features
@@ -341,6 +343,13 @@ class LayerNormMLP(nnx.Module):
         name = ("layernorm_input_axes", "dot_1_input_axes", "dot_2_input_axes")[index]
         axes, flipped = self.input_axes[index], self.transpose_batch_sequence
         return _arguments.input_axes(_WHERE, axes, ndim, flipped, name)
+
+
+def _part(make, index: int, n_in, n_out, kernel_axes, bias_axes) -> DenseGeneral:
+    """One of the two maps; in its errors the axes have the block's names for them."""
+    own = {f"{name}_axes": f"{name}_axes_{index}" for name in ("kernel", "bias")}
+    with part_of(_WHERE, **own):
+        return make(n_in, n_out, kernel_axes=kernel_axes, bias_axes=bias_axes)
 
 
 def _inputs(x: Array, p: MLPParams, config: MLPConfig, states) -> tuple[Array, Array]:

@@ -48,7 +48,7 @@ class LayerNorm(nnx.Module):
 
     Raises:
         ValueError: ``num_features`` is < 1 or ``epsilon`` negative.
-        TypeError: a dtype is no float.
+        TypeError: a dtype is no float, a flag no bool, or logical axes no tuple.
 
     Example:
         >>> import jax.numpy as jnp, te_flax as te
@@ -83,6 +83,7 @@ class LayerNorm(nnx.Module):
         rngs: nnx.Rngs,
     ):
         where = type(self).__name__
+        _arguments.check_options(where, locals())
         (features,) = _arguments.sizes(where, num_features=num_features)
         _arguments.check_float_dtypes(where, dtype=dtype, param_dtype=param_dtype)
         self.num_features = features
@@ -197,7 +198,7 @@ class RMSNorm(LayerNorm):
 
     Raises:
         ValueError: ``num_features`` is < 1 or ``epsilon`` negative.
-        TypeError: a dtype is no float.
+        TypeError: a dtype is no float, a flag no bool, or logical axes no tuple.
 
     Example:
         >>> import jax.numpy as jnp, te_flax as te

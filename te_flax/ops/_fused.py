@@ -93,6 +93,7 @@ class Family:
         handler_attrs: fixed attributes for it.
         workspace: ``(variant, *operand avals, **attrs) -> bytes`` of scratch memory
             that the CUDA handler takes besides that for dbias; None for none.
+        unit_dims: see KernelOp.
         supports: ``(*avals, **attrs) -> None`` or why the handler cannot serve them.
         variants: the variants that exist.
         examples: case name -> (sizes of single dims, attributes) of small calls.
@@ -110,6 +111,7 @@ class Family:
     handler: str
     handler_attrs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     workspace: Callable[..., int] | None = None
+    unit_dims: Mapping[str, str] = dataclasses.field(default_factory=dict)
     supports: Callable[..., str | None] | None = None
     variants: tuple[Variant, ...]
     examples: Mapping[str, tuple[Mapping[str, int], Mapping[str, Any]]]
@@ -307,6 +309,7 @@ def _declare(family: Family, v: Variant) -> KernelOp:
         },
         workspace=_workspace(family, v),
         aliases={f"prev_{name}": name for name in results} if v.noop else {},
+        unit_dims=family.unit_dims,
         supports=family.supports,
         cases=tuple(_cases(family, v, operands, formats)),
     )

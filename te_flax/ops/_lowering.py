@@ -97,12 +97,32 @@ def _native(op, platform, ctx, *args, maps, attrs, impl):
     rule = jax.ffi.ffi_lowering(
         f"te_flax.{op.handler}", operand_output_aliases=aliases or None
     )
-    if platform != "cuda" or op.workspace is None:
-        return rule(ctx, *args, **typed)
-    size = op.workspace(*ctx.avals_in, **dict(attrs))
-    scratch = ShapedArray((size,), np.dtype(np.uint8))
-    ctx = ctx.replace(avals_out=[*ctx.avals_out, scratch])
-    return rule(ctx, *args, **typed)[:-1]
+    outs = list(ctx.avals_out)
+    if platform == "cuda" and op.workspace is not None:
+        size = op.workspace(*ctx.avals_in, **dict(attrs))
+        outs.append(ShapedArray((size,), np.dtype(np.uint8)))
+    if op.unit_dims:
+        ctx, args = _without_unit_dims(op, ctx, args, attrs)
+    return rule(ctx.replace(avals_out=outs), *args, **typed)[: len(op.dims.outs)]
+
+
+def _without_unit_dims(op, ctx, args, attrs):
+    layout = op.dims.layout(tuple(a.shape for a in ctx.avals_in), (), attrs)
+
+    def squeeze(*arrays):
+        found = []
+        for array, dims, x in zip(op.dims.ins, layout.ins, arrays, strict=True):
+            dim = op.unit_dims.get(array.name)
+            unit = dim is not None and layout.sizes[dim] == 1
+            found.append(lax.squeeze(x, (dims.index(dim),)) if unit else x)
+        return tuple(found)
+
+    avals = [
+        ShapedArray(a.shape, a.dtype)
+        for a in jax.eval_shape(squeeze, *bare_types(ctx.avals_in, ()))
+    ]
+    args = mlir.lower_fun(squeeze, multiple_results=True)(ctx, *args)
+    return ctx.replace(avals_in=avals), args
 
 
 def _typed(value):

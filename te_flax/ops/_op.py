@@ -78,6 +78,9 @@ class KernelOp:
         handler: FFI target ``te_flax.<handler>``; None has only the reference.
         handler_attrs: fixed attributes added for the handler.
         aliases: operand -> result whose buffer it may share.
+        unit_dims: operand -> a dim that it loses for the CPU handler where its size is
+            1: XLA may place such a dim anywhere in a layout, and copies the array if
+            that is not where the handler has it.
         workspace: ``(*avals, **attrs) -> bytes`` of scratch memory that the CUDA
             handler gets as its last result; None for handlers without it.
         supports: ``(*avals, **attrs) -> None``, or why the handler cannot serve them.
@@ -103,6 +106,7 @@ class KernelOp:
     handler: str | None = None
     handler_attrs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    unit_dims: Mapping[str, str] = dataclasses.field(default_factory=dict)
     workspace: Callable[..., int] | None = None
     supports: Callable[..., str | None] | None = None
     prefers_reference: Callable[..., str | None] | None = None

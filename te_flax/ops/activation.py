@@ -196,6 +196,7 @@ ACT_FWD = Family(
     dtypes={"x": FLOATS},
     replicated=("A",),
     handler="act_fwd",
+    unit_dims={"x": "A"},
     variants=variants(),
     examples=_EXAMPLES,
 )
@@ -208,6 +209,7 @@ ACT_BWD = Family(
     dtypes={"dy": FLOATS, "x": FLOATS},
     replicated=("A",),
     handler="act_bwd",
+    unit_dims={"x": "A"},
     variants=variants(dbias=(False, True)),
     examples=_EXAMPLES,
 )

@@ -10,7 +10,9 @@ from te_flax.ops._op import Case, KernelOp
 from te_flax.typing import FLOATS, Array
 
 BLOCK = 16
-# Any fixed signs do: both operands get the same ones.
+# Any fixed signs do, as both operands get the same ones; these are those that
+# TransformerEngine fixes (transformer_engine/jax/quantize/hadamard.py), which likewise
+# multiplies by them before the Sylvester matrix.
 SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 _LARGEST = 2.0**125  # sums of 16 values, divided by 4, then stay finite
 _SMALLEST = 2.0**-100  # sums and differences of larger values are never subnormal

@@ -7,7 +7,7 @@ from te_flax.ops import block as ops
 from te_flax.ops._bits import check_format
 from te_flax.ops.block import check_epsilon
 from te_flax.quantize.mailbox import reduce_amax
-from te_flax.quantize.quantizer import Quantized, check_orientations
+from te_flax.quantize.quantizer import Quantized, Scale, check_orientations
 from te_flax.quantize.tensor import ScaledTensor
 from te_flax.typing import Array
 
@@ -75,7 +75,7 @@ class BlockQuantizer:
         k_ndim: int,
         rowwise: bool,
         colwise: bool,
-        amax: Array | None = None,
+        scale: Scale | None = None,
         amax_axes: tuple[str, ...] = (),
         key: Array | None = None,
         impl: tuple | None = None,

@@ -10,7 +10,7 @@ from te_flax.ops.amax import AMAX
 from te_flax.quantize.mailbox import reduce_amax
 from te_flax.quantize.mxfp8 import MXFP8Quantizer
 from te_flax.quantize.per_tensor import TensorQuantizer
-from te_flax.quantize.quantizer import Quantized, Quantizer
+from te_flax.quantize.quantizer import Quantized, Quantizer, Scale
 from te_flax.typing import Array, wider
 
 
@@ -38,7 +38,7 @@ def produce(
     rowwise: bool,
     colwise: bool,
     out_dtype: str,
-    amax: Array | None = None,
+    scale: Scale | None = None,
     h: bool = False,
     dbias: bool = False,
     amax_axes: tuple[str, ...] = (),
@@ -60,7 +60,7 @@ def produce(
         rowwise: whether the copy to contract over ``K..`` is needed.
         colwise: whether the copy to contract over the tokens is needed.
         out_dtype: that h is rounded to.
-        amax: float32 ``[]`` that fixes the scale; None measures h.
+        scale: of h under tensor scaling, where it is known; None measures h.
         h: whether h itself is needed.
         dbias: whether its sum over the tokens is.
         amax_axes: manual mesh axes over which an amax is the maximum.
@@ -80,13 +80,12 @@ def produce(
         measured = reduce_amax(made.amax, amax_axes)
         row = quantizer.tensor(made.row, made.row_scale, True, whole)
         col = quantizer.tensor(made.col, made.col_scale, False, whole)
-    elif isinstance(quantizer, TensorQuantizer) and amax is not None:
-        scale, scale_inv = quantizer.scale(amax, impl=impl)
+    elif isinstance(quantizer, TensorQuantizer) and scale is not None:
         v = Variant("tensor", copies, h, dbias)
-        made = family(v, *arrays, scale=scale, format=quantizer.format, **call)
+        made = family(v, *arrays, scale=scale.scale, format=quantizer.format, **call)
         measured = reduce_amax(made.amax, amax_axes)
-        row = quantizer.tensor(made.row, scale_inv, True, whole)
-        col = quantizer.tensor(made.col, scale_inv, False, whole)
+        row = quantizer.tensor(made.row, scale.scale_inv, True, whole)
+        col = quantizer.tensor(made.col, scale.scale_inv, False, whole)
     else:
         return _apart(
             quantizer,
@@ -120,7 +119,7 @@ def _apart(
     measured = None
     if isinstance(quantizer, TensorQuantizer):
         measured = reduce_amax(made.amax, amax_axes)
-        how = how | {"amax": measured[0]}
+        how = how | {"scale": quantizer.scale(measured[0], impl=impl)}
     copies = quantizer(cast(Array, made.h), amax_axes=amax_axes, impl=impl, **how)
     if measured is not None:
         copies = copies._replace(amax=measured)
@@ -134,7 +133,7 @@ def quantize_dbias(
     k_ndim: int,
     rowwise: bool,
     colwise: bool,
-    amax: Array | None = None,
+    scale: Scale | None = None,
     dbias: bool = True,
     amax_axes: tuple[str, ...] = (),
     key: Array | None = None,
@@ -148,7 +147,7 @@ def quantize_dbias(
         k_ndim: number of dims in ``K..``.
         rowwise: whether the copy to contract over ``K..`` is needed.
         colwise: whether the copy to contract over the tokens is needed.
-        amax: float32 ``[]`` that fixes the scale; None measures ``x``.
+        scale: of ``x`` under tensor scaling, where it is known; None measures ``x``.
         dbias: whether the sum is needed.
         amax_axes: manual mesh axes over which an amax is the maximum.
         key: random key of a quantizer that rounds stochastically.
@@ -166,16 +165,16 @@ def quantize_dbias(
     }
     if dbias and isinstance(quantizer, TensorQuantizer | MXFP8Quantizer):
         measured = None
-        if amax is None and isinstance(quantizer, TensorQuantizer):
+        if scale is None and isinstance(quantizer, TensorQuantizer):
             measured = reduce_amax(AMAX(x, impl=impl)[0], amax_axes)
-            amax = measured[0]
-        out = {"out_dtype": x.dtype.name, "amax": amax, "dbias": True}
+            scale = quantizer.scale(measured[0], impl=impl)
+        out = {"out_dtype": x.dtype.name, "scale": scale, "dbias": True}
         made = produce(quantizer, QUANTIZE_DBIAS, x, **how, **out)
         if measured is not None:
             made = made._replace(quantized=made.quantized._replace(amax=measured))
         return made._replace(h=x)
     sums = token_sum(x, k_ndim) if dbias else None
-    return Produced(quantizer(x, amax=amax, key=key, **how), x, sums, ())
+    return Produced(quantizer(x, scale=scale, key=key, **how), x, sums, ())
 
 
 def token_sum(x: Array, k_ndim: int) -> Array:

@@ -10,19 +10,25 @@ largest one.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from te_flax.ops.history import (
+    EXPONENTS,
+    HISTORY_TO_SCALE,
+    LETTER_SIZE,
+    MANTISSA,
+    PUSH_AMAXES,
+    PUSH_LETTER,
+)
+from te_flax.ops.history import decode as decode
+from te_flax.quantize.quantizer import Scale
 from te_flax.typing import Array
 
-_EXPONENTS = 255
-_MANTISSA = 23
-_MANTISSA_MASK = (1 << _MANTISSA) - 1
-_BIAS = 127
-_FLOAT32_MAX_BITS = 0x7F7FFFFF
-
-MAILBOX_SIZE = _EXPONENTS + _MANTISSA + 1
+MAILBOX_SIZE = LETTER_SIZE
+_MANTISSA_MASK = (1 << MANTISSA) - 1
 
 
 def encode(amax: Array) -> Array:
@@ -45,75 +51,100 @@ def encode(amax: Array) -> Array:
         [3.0, 0.0]
     """
     bits = jax.lax.bitcast_convert_type(amax[..., :1], jnp.int32)
-    exponent, mantissa = bits >> _MANTISSA, bits & _MANTISSA_MASK
+    exponent, mantissa = bits >> MANTISSA, bits & _MANTISSA_MASK
     present = exponent > 0
     # f in (0.5, 1]: a power of two is its own upper bound, all else the next one.
     slot = exponent - 1 + (mantissa != 0).astype(jnp.int32)
-    one_hot = present & (slot == jnp.arange(_EXPONENTS, dtype=jnp.int32))
-    digits = (mantissa >> jnp.arange(_MANTISSA, dtype=jnp.int32)) & 1
+    one_hot = present & (slot == jnp.arange(EXPONENTS, dtype=jnp.int32))
+    digits = (mantissa >> jnp.arange(MANTISSA, dtype=jnp.int32)) & 1
     digits = jnp.where(present, digits, 0)
     return jnp.concatenate(
         [one_hot.astype(jnp.float32), digits.astype(jnp.float32), amax[..., 1:]], -1
     )
 
 
-def decode(mailbox: Array) -> Array:
-    """Reads the largest amax out of a sum of encoded ones.
-
-    Exact if one exponent slot alone is occupied, holds 1 and every mantissa slot
-    holds 0 or 1: one contribution, or a mean of equal ones. Otherwise the power of
-    two at or above the largest contribution (float32's maximum where that power is
-    2^128). Never below the largest contribution, for a sum with any positive weights.
+def push(
+    x: Array, kernel: Array, nonfinite: Array, x_amax: Array, kernel_amax: Array
+) -> tuple[Array, Array, Array]:
+    """Puts the amaxes of a forward call in front of their histories.
 
     Args:
-        mailbox: float32 [..., 279], a sum of results of :func:`encode`.
+        x: float32 [..., H], newest entry at index 0.
+        kernel: as `x`.
+        nonfinite: int32 [...], how many pushes saw a NaN or an infinity.
+        x_amax: float32 [..., 2] as in :func:`encode`; an amax of 0 leaves its history.
+        kernel_amax: as `x_amax`.
 
     Returns:
-        float32 [..., 2]: the amax (0.0 if nothing arrived) and the non-finite flag.
+        Both histories, their oldest entry dropped, and the count.
 
     Example:
-        >>> both = encode(jnp.array([[3.0, 0.0], [5.0, 1.0]], jnp.float32)).sum(0)
-        >>> decode(both).tolist()
-        [8.0, 1.0]
+        >>> one, flags = jnp.array([2.0, 1.0]), jnp.int32(0)
+        >>> old, new = jnp.array([0.0, 1.0]), jnp.array([3.0, 0.0])
+        >>> [a.tolist() for a in push(one, one, flags, new, old)]
+        [[3.0, 2.0], [2.0, 1.0], 1]
     """
-    slots, digits = (
-        mailbox[..., :_EXPONENTS],
-        mailbox[..., _EXPONENTS : _EXPONENTS + _MANTISSA],
-    )
-    occupied = slots > 0
-    top = jnp.max(
-        jnp.where(occupied, jnp.arange(_EXPONENTS, dtype=jnp.int32), -1), axis=-1
-    )
-    alone = jnp.sum(occupied, axis=-1, dtype=jnp.int32) == 1
-    single = alone & (jnp.max(slots, axis=-1) == 1)
-    single &= jnp.all((digits == 0) | (digits == 1), axis=-1)
-    ones = jnp.where(digits == 1, 1, 0).astype(jnp.int32)
-    mantissa = jnp.sum(
-        ones << jnp.arange(_MANTISSA, dtype=jnp.int32), axis=-1, dtype=jnp.int32
-    )
-    exact = ((top + 1 - (mantissa != 0).astype(jnp.int32)) << _MANTISSA) | mantissa
-    bound = jnp.where(top == _EXPONENTS - 1, _FLOAT32_MAX_BITS, (top + 1) << _MANTISSA)
-    bits = jnp.where(top < 0, 0, jnp.where(single, exact, bound)).astype(jnp.int32)
-    flag = (mailbox[..., -1] > 0).astype(jnp.float32)
-    return jnp.stack([jax.lax.bitcast_convert_type(bits, jnp.float32), flag], -1)
+    x, kernel, nonfinite = PUSH_AMAXES(x, kernel, nonfinite, x_amax, kernel_amax)
+    return x, kernel, nonfinite
 
 
-def push(history: Array, amax: Array) -> Array:
-    """Puts an amax in front of a history and drops the oldest entry.
+def push_letter(letter: Array, history: Array, nonfinite: Array) -> tuple[Array, Array]:
+    """Puts the amax that a mailbox's cotangent names in front of a history.
 
     Args:
-        history: float32 [..., H], newest entry at index 0.
-        amax: float32 [...]; entries that are 0 leave their history as it is.
+        letter: float32 [..., 279], a sum of results of :func:`encode`.
+        history: float32 [..., H].
+        nonfinite: int32 [...].
 
     Returns:
-        float32 [..., H].
+        The history and the count, as :func:`push` returns them.
 
     Example:
-        >>> push(jnp.array([2.0, 1.0]), jnp.float32(3.0)).tolist()
-        [3.0, 2.0]
+        >>> letter = encode(jnp.array([3.0, 1.0]))
+        >>> new, count = push_letter(letter, jnp.array([2.0, 1.0]), jnp.int32(0))
+        >>> new.tolist(), int(count)
+        ([3.0, 2.0], 1)
     """
-    amax = amax[..., None]
-    return jnp.where(amax > 0, jnp.concatenate([amax, history[..., :-1]], -1), history)
+    history, nonfinite = PUSH_LETTER(letter, history, nonfinite)
+    return history, nonfinite
+
+
+def scales(
+    x: Array, kernel: Array, dy: Array, *, window: int, quantizers: Any
+) -> tuple[Scale, Scale, Scale]:
+    """The scales of the three operands of a GEMM, from their histories.
+
+    Args:
+        x: float32 [..., H].
+        kernel: as `x`.
+        dy: as `x`.
+        window: how many of the newest entries count, in [1, H].
+        quantizers: the TensorQuantizers ``x``, ``kernel`` and ``dy`` of delayed
+            scaling, with one margin.
+
+    Returns:
+        The scales of x, kernel and dy; 1 where nothing was pushed.
+
+    Example:
+        >>> from te_flax.recipe.delayed import DelayedScaling
+        >>> one = jnp.array([448.0, 1.0])
+        >>> found = scales(
+        ...     one, one, 0 * one, window=2, quantizers=DelayedScaling().quantizers()
+        ... )
+        >>> [float(pair.scale) for pair in found]
+        [1.0, 1.0, 1.0]
+    """
+    found = HISTORY_TO_SCALE(
+        x,
+        kernel,
+        dy,
+        window=window,
+        margin=quantizers.x.margin,
+        x_format=quantizers.x.format,
+        kernel_format=quantizers.kernel.format,
+        dy_format=quantizers.dy.format,
+    )
+    return Scale(*found[:2]), Scale(*found[2:4]), Scale(*found[4:])
 
 
 def reduce_amax(amax: Array, axes: Sequence[str]) -> Array:

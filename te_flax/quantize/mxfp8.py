@@ -9,7 +9,7 @@ from te_flax.ops.mxfp8 import (
     QUANTIZE_MXFP8_ROWCOL,
 )
 from te_flax.quantize.mailbox import reduce_amax
-from te_flax.quantize.quantizer import Quantized, check_orientations
+from te_flax.quantize.quantizer import Quantized, Scale, check_orientations
 from te_flax.quantize.tensor import ScaledTensor
 from te_flax.typing import Array
 
@@ -50,7 +50,7 @@ class MXFP8Quantizer:
         k_ndim: int,
         rowwise: bool,
         colwise: bool,
-        amax: Array | None = None,
+        scale: Scale | None = None,
         amax_axes: tuple[str, ...] = (),
         key: Array | None = None,
         impl: tuple | None = None,

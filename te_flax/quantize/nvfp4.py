@@ -10,7 +10,7 @@ from te_flax.ops import nvfp4 as ops
 from te_flax.ops.amax import AMAX
 from te_flax.ops.hadamard import HADAMARD
 from te_flax.quantize.mailbox import reduce_amax
-from te_flax.quantize.quantizer import Quantized, check_orientations
+from te_flax.quantize.quantizer import Quantized, Scale, check_orientations
 from te_flax.quantize.tensor import ScaledTensor
 from te_flax.typing import Array
 
@@ -50,7 +50,7 @@ class NVFP4Quantizer:
         ((4, 20), (4, 3), (4, 40))
 
     Source: NVIDIA 2025, "Pretraining Large Language Models with NVFP4"
-    (arXiv:2509.25149), sections 2 to 4.
+    (arXiv:2509.25149), sections 2 and 4.
     """
 
     two_dimensional: bool = False
@@ -77,7 +77,7 @@ class NVFP4Quantizer:
         k_ndim: int,
         rowwise: bool,
         colwise: bool,
-        amax: Array | None = None,
+        scale: Scale | None = None,
         amax_axes: tuple[str, ...] = (),
         key: Array | None = None,
         impl: tuple | None = None,
@@ -86,7 +86,7 @@ class NVFP4Quantizer:
 
         The draws depend on ``key`` and the shape of ``x`` alone, not on its sharding.
         Inside ``jax.shard_map`` that shape is the shard's: fold the axis index into the
-        key, or all shards draw the same. ``amax`` is ignored: the two copies may need
+        key, or all shards draw the same. ``scale`` is ignored: the two copies may need
         different ones.
         """
         check_orientations("NVFP4Quantizer", rowwise, colwise)

@@ -9,10 +9,16 @@ from te_flax.ops._bits import check_format
 from te_flax.ops.amax import AMAX, AMAX_TO_SCALE
 from te_flax.ops.quantize import QUANTIZE_COL, QUANTIZE_ROW, QUANTIZE_ROWCOL
 from te_flax.quantize.mailbox import reduce_amax
-from te_flax.quantize.quantizer import Quantized, check_orientations
+from te_flax.quantize.quantizer import Quantized, Scale, check_orientations
 from te_flax.quantize.tensor import ScaledTensor
 from te_flax.typing import Array
 
+# (rowwise, colwise) -> the op
+_OPS = {
+    (True, False): QUANTIZE_ROW,
+    (False, True): QUANTIZE_COL,
+    (True, True): QUANTIZE_ROWCOL,
+}
 FLOAT32_MAX = float(jnp.finfo(jnp.float32).max)
 
 
@@ -41,7 +47,7 @@ class TensorQuantizer:
         ((4, 8), (8, 4))
 
     Source: Micikevicius et al. 2022, "FP8 Formats for Deep Learning"
-    (arXiv:2209.05433), section 3.
+    (arXiv:2209.05433), section 2 for the scale, section 3 for the formats.
     """
 
     format: str = "e4m3"
@@ -70,47 +76,36 @@ class TensorQuantizer:
         k_ndim: int,
         rowwise: bool,
         colwise: bool,
-        amax: Array | None = None,
+        scale: Scale | None = None,
         amax_axes: tuple[str, ...] = (),
         key: Array | None = None,
         impl: tuple | None = None,
     ) -> Quantized:
-        """Quantizes ``x``; without ``amax`` it is read once more, for its own amax."""
+        """Quantizes ``x``; without ``scale`` it is read once more, for its amax."""
         check_orientations("TensorQuantizer", rowwise, colwise)
         measured = None
-        if amax is None:
+        if scale is None:
             measured = reduce_amax(AMAX(x, impl=impl)[0], amax_axes)
-            amax = measured[0]
-        scale, scale_inv = self.scale(amax, impl=impl)
-        row = col = None
-        if rowwise and colwise:
-            row, col, found = QUANTIZE_ROWCOL(
-                x,
-                scale,
-                row_format=self.format,
-                col_format=self.format,
-                k_ndim=k_ndim,
-                impl=impl,
-            )
-        elif rowwise:
-            row, found = QUANTIZE_ROW(
-                x, scale, row_format=self.format, k_ndim=k_ndim, impl=impl
-            )
-        else:
-            col, found = QUANTIZE_COL(
-                x, scale, col_format=self.format, k_ndim=k_ndim, impl=impl
-            )
+            scale = self.scale(measured[0], impl=impl)
+        copies = ["row"] * rowwise + ["col"] * colwise
+        *codes, found = _OPS[rowwise, colwise](
+            x,
+            scale.scale,
+            k_ndim=k_ndim,
+            impl=impl,
+            **{f"{name}_format": self.format for name in copies},
+        )
+        made = dict(zip(copies, codes, strict=True))
         if measured is None:
             measured = reduce_amax(found, amax_axes)
-
         return Quantized(
-            self.tensor(row, scale_inv, True, k_ndim),
-            self.tensor(col, scale_inv, False, k_ndim),
+            self.tensor(made.get("row"), scale.scale_inv, True, k_ndim),
+            self.tensor(made.get("col"), scale.scale_inv, False, k_ndim),
             measured,
         )
 
-    def scale(self, amax: Array, *, impl: tuple | None = None) -> tuple[Array, Array]:
-        """The factor of x and its inverse, float32 ``[]``, that an amax asks for."""
+    def scale(self, amax: Array, *, impl: tuple | None = None) -> Scale:
+        """The scale that an amax, float32 ``[]``, asks for."""
         scale, scale_inv = AMAX_TO_SCALE(
             amax,
             format=self.format,
@@ -119,7 +114,7 @@ class TensorQuantizer:
             epsilon=self.epsilon,
             impl=impl,
         )
-        return scale, scale_inv
+        return Scale(scale, scale_inv)
 
     def tensor(
         self, data: Array | None, scale_inv: Array, rowwise: bool, k_ndim: int

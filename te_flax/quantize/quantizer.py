@@ -8,6 +8,22 @@ from te_flax.quantize.tensor import ScaledTensor
 from te_flax.typing import Array
 
 
+class Scale(NamedTuple):
+    """What tensor scaling multiplies an operand by.
+
+    Attributes:
+        scale: float32 ``[]``, the factor of the operand.
+        scale_inv: float32 ``[]``, its inverse, the factor of the codes.
+
+    Example:
+        >>> Scale(2.0, 0.5).scale_inv
+        0.5
+    """
+
+    scale: Array
+    scale_inv: Array
+
+
 class Quantized(NamedTuple):
     """The copies of one array that its GEMMs read.
 
@@ -29,7 +45,7 @@ class Quantizer(Protocol):
 
     A quantizer is a frozen dataclass: hashable, so that it can travel as a static
     argument, and without arrays; what it must know of earlier steps arrives as
-    ``amax``.
+    ``scale``.
     """
 
     def __call__(
@@ -39,7 +55,7 @@ class Quantizer(Protocol):
         k_ndim: int,
         rowwise: bool,
         colwise: bool,
-        amax: Array | None = None,
+        scale: Scale | None = None,
         amax_axes: tuple[str, ...] = (),
         key: Array | None = None,
         impl: tuple | None = None,
@@ -51,7 +67,8 @@ class Quantizer(Protocol):
             k_ndim: number of dims in ``K..``.
             rowwise: whether the copy to contract over ``K..`` is needed.
             colwise: whether the copy to contract over ``M..`` is needed.
-            amax: float32 ``[]``, the amax that fixes the scale; None measures ``x``.
+            scale: of ``x`` under tensor scaling, where earlier steps fix it; None
+                measures ``x``.
             amax_axes: manual mesh axes over which an amax is the maximum.
             key: of the draws of stochastic rounding; None rounds to nearest, and
                 quantizers without it ignore the key.
@@ -81,7 +98,7 @@ class Identity:
         k_ndim: int,
         rowwise: bool,
         colwise: bool,
-        amax: Array | None = None,
+        scale: Scale | None = None,
         amax_axes: tuple[str, ...] = (),
         key: Array | None = None,
         impl: tuple | None = None,

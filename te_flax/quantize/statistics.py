@@ -1,7 +1,7 @@
 """What quantizing does to an array: amax, scale, what is lost at both ends."""
 
 import dataclasses
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -9,10 +9,12 @@ from jax import lax
 
 from te_flax.ops._bits import INF, MIN_NORMAL, as_float, magnitude, widen
 from te_flax.ops.amax import AMAX
-from te_flax.quantize.mailbox import reduce_amax
+from te_flax.quantize.mailbox import MAILBOX_SIZE, decode, encode, reduce_amax
 from te_flax.quantize.tensor import ScaledTensor
 from te_flax.typing import Array
 
+_SUMS = 5
+RECORD_SIZE = 2 * MAILBOX_SIZE + _SUMS
 _ABS, _LARGEST = 0x7F, {"e4m3": 0x7E, "e5m2": 0x7B}
 # Half a step of the format at its largest value, as a share of that value (1.75 times
 # a power of two in both formats): what is nearer than that is rounded, not saturated.
@@ -42,7 +44,10 @@ class Statistics(NamedTuple):
 
 
 def statistics(
-    x: Array, tensor: ScaledTensor | None, amax_axes: tuple[str, ...] = ()
+    x: Array,
+    tensor: ScaledTensor | None,
+    amax_axes: tuple[str, ...] = (),
+    impl: tuple | None = None,
 ) -> Statistics:
     """Compares an array with its codes.
 
@@ -50,6 +55,7 @@ def statistics(
         x: float32, bfloat16 or float16; elements below 2^-126 count as zero.
         tensor: a copy of it that a quantizer made; None for none.
         amax_axes: manual mesh axes over which x is sharded.
+        impl: kernel rules; None reads the context.
 
     Returns:
         The numbers; shares of all elements, in [0, 1].
@@ -58,59 +64,155 @@ def statistics(
         >>> from te_flax.quantize.per_tensor import TensorQuantizer
         >>> x = jnp.array([[1e-9, 1.0, 1.5, 1000.0]])
         >>> how = {"k_ndim": 1, "rowwise": True, "colwise": False}
-        >>> q = TensorQuantizer()(x, amax=jnp.float32(1.75), **how).rowwise
-        >>> found = statistics(x, q)
+        >>> q = TensorQuantizer()
+        >>> tensor = q(x, scale=q.scale(jnp.float32(1.75)), **how).rowwise
+        >>> found = statistics(x, tensor)
         >>> [float(value) for value in found]
         [1000.0, 256.0, 0.25, 0.25, 0.0]
     """
+    counts = _count(x, tensor, amax_axes, impl)
+    sums = [value.astype(jnp.float32) for value in counts[2:]]
+    return _numbers(counts.amax, counts.scale_inv, jnp.float32(1), *sums)
+
+
+def encode_statistics(
+    x: Array,
+    tensor: ScaledTensor | None,
+    amax_axes: tuple[str, ...] = (),
+    impl: tuple | None = None,
+) -> Array:
+    """The statistics of an array as a cotangent that survives summation.
+
+    Two encoded maxima, of the amax and of the inverse of the smallest scale, and five
+    sums: contributions (1 here), elements that were quantized, saturated, flushed and
+    non-finite ones.
+
+    Args:
+        x: as in :func:`statistics`.
+        tensor: as there.
+        amax_axes: as there.
+        impl: as there.
+
+    Returns:
+        float32 ``[563]``.
+
+    Example:
+        >>> mail = encode_statistics(jnp.array([[3.0, jnp.inf]]), None)
+        >>> [float(value) for value in decode_statistics(4 * (mail + mail))]
+        [4.0, nan, nan, nan, 1.0]
+    """
+    counts = _count(x, tensor, amax_axes, impl)
+    inverse = jnp.stack([counts.scale_inv, jnp.float32(0)])
+    sums = [jnp.float32(1), *(value.astype(jnp.float32) for value in counts[2:])]
+    return jnp.concatenate([encode(counts.amax), encode(inverse), jnp.stack(sums)])
+
+
+def decode_statistics(mail: Array) -> Statistics:
+    """Reads the statistics out of a sum of encoded ones.
+
+    Whatever positive factor the sum was multiplied by: the shares are those of all
+    elements together, the non-finite count is the mean of the contributions'. amax and
+    scale are exact for one contribution with the factor 1; otherwise amax is the power
+    of two at or above the largest and scale the one at or below the smallest.
+
+    Args:
+        mail: float32 ``[..., 563]``, a sum of results of :func:`encode_statistics`.
+
+    Returns:
+        The numbers, float32 ``[...]``; NaN if nothing arrived.
+
+    Example:
+        >>> [float(value) for value in decode_statistics(jnp.zeros(RECORD_SIZE))][0]
+        nan
+    """
+    amax = decode(mail[..., :MAILBOX_SIZE])
+    inverse = decode(mail[..., MAILBOX_SIZE : 2 * MAILBOX_SIZE])
+    sums = (mail[..., 2 * MAILBOX_SIZE + i] for i in range(_SUMS))
+    return _numbers(amax, inverse[..., 0], *sums)
+
+
+class _Counts(NamedTuple):
+    """What :class:`Statistics` are made of; elements is 0 without quantization."""
+
+    amax: Array  # [2]
+    scale_inv: Array
+    elements: Array
+    saturated: Array
+    flushed: Array
+    nonfinite: Array
+
+
+def _count(
+    x: Array,
+    tensor: ScaledTensor | None,
+    amax_axes: tuple[str, ...],
+    impl: tuple | None,
+) -> _Counts:
     bits = magnitude(widen(x))
-    amax = reduce_amax(AMAX(x)[0], amax_axes)[0]
+    amax = reduce_amax(AMAX(x, impl=impl)[0], amax_axes)
     nonfinite = _total(bits >= INF, amax_axes)
     if tensor is None or tensor.scaling == "none":
-        return Statistics(amax=amax, nonfinite=nonfinite.astype(jnp.float32))
-    top = _top(tensor)
+        none = jnp.float32(0)
+        return _Counts(amax, none, none, none, none, nonfinite)
+    top = _top(tensor, impl)
     half = jnp.float32(1 + _HALF_STEP[tensor.format or "e4m3"])
     finite = bits < INF
     saturated = finite & (top > 0) & (as_float(bits) > top * half)
     flushed = finite & (bits >= MIN_NORMAL) & (top == 0)
-    size, scale = jnp.float32(max(x.size, 1)), smallest_scale(tensor)
+    size, scale_inv = jnp.float32(max(x.size, 1)), _largest_inverse(tensor)
     if amax_axes:
-        size, scale = lax.psum(size, amax_axes), lax.pmin(scale, amax_axes)
-    share = lambda mask: _total(mask, amax_axes).astype(jnp.float32) / size
+        size, scale_inv = lax.psum(size, amax_axes), lax.pmax(scale_inv, amax_axes)
+    totals = (_total(mask, amax_axes) for mask in (saturated, flushed))
+    return _Counts(amax, scale_inv, size, *totals, nonfinite)
+
+
+def _numbers(
+    amax: Array,
+    scale_inv: Array,
+    contributions: Array,
+    elements: Array,
+    saturated: Array,
+    flushed: Array,
+    nonfinite: Array,
+) -> Statistics:
+    """Ratios of sums, so that no factor of the sums counts; NaN for 0 / 0."""
+    known = lambda number, among: jnp.where(among > 0, number, jnp.nan)
+    ratio = lambda a, b: known(a / jnp.where(b > 0, b, 1), b)
+    # 2^-127, MXFP8's smallest inverse, is carried as 0; above 2^126 the scale is one.
+    scale = 1 / jnp.where(scale_inv > 0, scale_inv, 1)
+    scale = jnp.where(scale_inv > 0, scale, jnp.float32(2.0**127))
+    scale = jnp.where(scale_inv > jnp.float32(2.0**126), 0, scale)
     return Statistics(
-        amax,
-        scale,
-        share(saturated),
-        share(flushed),
-        nonfinite.astype(jnp.float32),
+        known(amax[..., 0], contributions),
+        known(scale, elements),
+        ratio(saturated, elements),
+        ratio(flushed, elements),
+        ratio(nonfinite, contributions),
     )
 
 
-def smallest_scale(tensor: ScaledTensor | None) -> Array:
-    """The smallest factor by which a quantizer multiplied, float32 ``[]``."""
-    scale = None if tensor is None else tensor.scale
-    if scale is None:
-        return jnp.float32(jnp.nan)
-    if scale.dtype == jnp.uint8:  # 2^(127 - e), written into a float's exponent
-        exponent = 254 - jnp.max(scale, initial=0).astype(jnp.int32)
-        return as_float(jnp.maximum(exponent, 0) << 23)
+def _largest_inverse(tensor: ScaledTensor) -> Array:
+    """The largest factor of the codes, float32 ``[]``; 0 for 2^-127."""
+    scale = cast(Array, tensor.scale)
+    if scale.dtype == jnp.uint8:  # 2^(e - 127), written into a float's exponent
+        return as_float(jnp.max(scale, initial=0).astype(jnp.int32) << 23)
     largest = jnp.max(scale.astype(jnp.float32), initial=0.0)
-    if (outer := getattr(tensor, "global_scale", None)) is not None:
-        largest = largest * outer
-    return 1 / largest
+    if tensor.global_scale is not None:
+        largest = largest * tensor.global_scale
+    return largest
 
 
-def _top(tensor: ScaledTensor) -> Array:
+def _top(tensor: ScaledTensor, impl: tuple | None) -> Array:
     """The largest value that each element could have had; 0 where its code is 0."""
     codes = lax.bitcast_convert_type(tensor.data, jnp.uint8)
     if tensor.format == "e2m1":  # two to a byte
         low = jnp.where((codes & 0x07) == 0, jnp.uint8(0), jnp.uint8(0x07))
         high = jnp.where((codes & 0x70) == 0, jnp.uint8(0), jnp.uint8(0x70))
-        return dataclasses.replace(tensor, data=low | high).dequantize()
+        return dataclasses.replace(tensor, data=low | high).dequantize(impl=impl)
     largest = jnp.uint8(_LARGEST[tensor.format or "e4m3"])
     codes = jnp.where((codes & _ABS) == 0, jnp.uint8(0), largest)
     data = lax.bitcast_convert_type(codes, tensor.data.dtype)
-    return dataclasses.replace(tensor, data=data).dequantize()
+    return dataclasses.replace(tensor, data=data).dequantize(impl=impl)
 
 
 def _total(mask: jax.Array, axes: tuple[str, ...]) -> Array:

@@ -39,7 +39,8 @@ class DelayedScaling(Recipe):
         'max'
 
     Source:
-        Micikevicius et al., "FP8 Formats for Deep Learning", arXiv:2209.05433.
+        Micikevicius et al., "FP8 Formats for Deep Learning", arXiv:2209.05433,
+        section 2.
     """
 
     margin: int = 0

@@ -28,7 +28,7 @@ class NVFP4BlockScaling(Recipe):
 
     Source:
         NVIDIA 2025, "Pretraining Large Language Models with NVFP4"
-        (arXiv:2509.25149), sections 2 to 4.
+        (arXiv:2509.25149), sections 2 and 4.
     """
 
     disable_rht: bool = False

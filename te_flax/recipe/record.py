@@ -5,25 +5,32 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from te_flax.quantize.statistics import Statistics, smallest_scale, statistics
+from te_flax.quantize.statistics import RECORD_SIZE, Statistics, statistics
 from te_flax.recipe.base import Recipe
-from te_flax.recipe.state import Fp8Record, Fp8State, amax_axes
+from te_flax.recipe.state import Fp8Record, Fp8RecordMailbox, Fp8State, amax_axes
 from te_flax.typing import Array
 
 ROLES = ("x", "kernel", "dy")
 
 
 def start_recording(fp8: Fp8State) -> None:
-    """Gives a layer's FP8 state a variable for the statistics; all of it is NaN."""
+    """Gives a layer's FP8 state variables for the statistics, NaN, and for their mail.
+
+    Those of dy arrive as the mail's cotangent, through ``te.value_and_grad`` or
+    ``te.absorb``, under every recipe.
+    """
     dims = fp8.x.shape[:-1]
     shape = (*dims, len(ROLES), len(Statistics._fields))
     fp8.record = Fp8Record(jnp.full(shape, jnp.nan, jnp.float32))
+    mail = jnp.zeros((*dims, RECORD_SIZE), jnp.float32)
+    fp8.record_mailbox = Fp8RecordMailbox(mail)
 
 
 def stop_recording(fp8: Fp8State) -> None:
-    """Takes the variable away again."""
-    if "record" in vars(fp8):
-        del fp8.record
+    """Takes the variables away again."""
+    for name in ("record", "record_mailbox"):
+        if name in vars(fp8):
+            delattr(fp8, name)
 
 
 def record_operands(
@@ -33,9 +40,9 @@ def record_operands(
     x: Array | None = None,
     kernel: Array | None = None,
     k_ndim: int = 1,
-    amaxes: Any = None,
+    scales: Any = None,
 ) -> None:
-    """Writes the statistics of a layer's operands, if they are being recorded.
+    """Writes the statistics of a layer's x and kernel, if they are being recorded.
 
     A layer calls this under a recipe, with the operands of its GEMM as it quantizes
     them. While nobody records it does nothing and leaves nothing in the jaxpr; while
@@ -47,8 +54,8 @@ def record_operands(
         x: ``[*batch, *in]``, or None if the layer never holds it (a fused norm).
         kernel: ``[*in, *out]``, or None.
         k_ndim: number of dims in ``in``.
-        amaxes: ``Amaxes`` of the call, with x, kernel and dy; None where every
-            operand measures itself.
+        scales: ``Scales`` of the call, with x and kernel; None where every operand
+            measures itself.
 
     Example:
         >>> from te_flax.recipe.current import Float8CurrentScaling
@@ -60,31 +67,45 @@ def record_operands(
     """
     if fp8.record is None:
         return
-    x, kernel, amaxes = jax.lax.stop_gradient((x, kernel, amaxes))
+    x, kernel, scales = jax.lax.stop_gradient((x, kernel, scales))
     axes = amax_axes(fp8)
     quantizers = recipe.quantizers()
-    rows = [Statistics(), Statistics(), Statistics()]
+    rows = [Statistics(), Statistics()]
     if x is not None:
-        amax = None if amaxes is None else amaxes.x
-        how = {"rowwise": True, "colwise": False, "amax": amax, "amax_axes": axes}
+        scale = None if scales is None else scales.x
+        how = {"rowwise": True, "colwise": False, "scale": scale, "amax_axes": axes}
         rows[0] = statistics(x, quantizers.x(x, k_ndim=k_ndim, **how).rowwise, axes)
     if kernel is not None:
-        amax = None if amaxes is None else amaxes.kernel
-        rows[1] = kernel_statistics(recipe, kernel, k_ndim, amax, axes)
-    if amaxes is not None and amaxes.dy is not None:
-        # dy exists in the backward pass only, but its scale is known before it.
-        how = {"k_ndim": 1, "rowwise": True, "colwise": False, "amax": amaxes.dy}
-        tensor = quantizers.dy(jnp.zeros((1, 1), jnp.float32), **how).rowwise
-        rows[2] = Statistics(scale=smallest_scale(tensor))
-    values = [jnp.stack([jnp.float32(value) for value in row]) for row in rows]
-    fp8.record[...] = jnp.stack(values)
+        scale = None if scales is None else scales.kernel
+        rows[1] = kernel_statistics(recipe, kernel, k_ndim, scale, axes)
+    values = jnp.stack([_row(numbers) for numbers in rows])
+    fp8.record[...] = fp8.record[...].at[: len(rows)].set(values)
+
+
+def record_cotangent(record: Array, numbers: Statistics) -> Array:
+    """A record with the statistics of dy, where such arrived.
+
+    Args:
+        record: float32 ``[..., 3, 5]``.
+        numbers: of dy, float32 ``[...]`` each; NaN if nothing arrived.
+
+    Returns:
+        The record, dy's row replaced.
+    """
+    old, new = record[..., ROLES.index("dy"), :], _row(numbers)
+    new = jnp.where(jnp.isnan(new[..., :1]), old, new)
+    return record.at[..., ROLES.index("dy"), :].set(new)
+
+
+def _row(numbers: Statistics) -> Array:
+    return jnp.stack([jnp.asarray(value, jnp.float32) for value in numbers], axis=-1)
 
 
 def kernel_statistics(
     recipe: Recipe,
     kernel: Array,
     k_ndim: int,
-    amax: Array | None = None,
+    scale: Any = None,
     axes: tuple[str, ...] = (),
 ) -> Statistics:
     """The statistics of a kernel, quantized as the forward product reads it.
@@ -93,7 +114,7 @@ def kernel_statistics(
         recipe: how it is quantized.
         kernel: ``[*in, *out]``.
         k_ndim: number of dims in ``in``.
-        amax: float32 ``[]`` that fixes the scale; None measures the kernel.
+        scale: the kernel's where it is known; None measures the kernel.
         axes: manual mesh axes over which it is sharded.
 
     Returns:
@@ -106,7 +127,7 @@ def kernel_statistics(
             k_ndim=kernel.ndim - k_ndim,
             rowwise=False,
             colwise=True,
-            amax=amax,
+            scale=scale,
             amax_axes=axes,
         )
         .colwise

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from te_flax.errors import message
-from te_flax.quantize.mailbox import MAILBOX_SIZE, push
+from te_flax.quantize.mailbox import MAILBOX_SIZE, push, scales
+from te_flax.quantize.quantizer import Scale
 from te_flax.recipe.base import Recipe
 from te_flax.recipe.context import check_recipe, local_amax_axes, resolve
 from te_flax.recipe.delayed import DelayedScaling
@@ -26,11 +27,15 @@ class Fp8Mailbox(nnx.Variable):
 
 
 class Fp8Record(Fp8Stat):
-    """Statistics of one call's operands while ``te.record`` is entered.
+    """Statistics of a layer's operands while ``te.record`` is entered.
 
     float32 [3, 5]: x, kernel and dy; amax, scale, saturated, flushed, nonfinite. NaN
     where a number is not known. It is no part of a checkpoint.
     """
+
+
+class Fp8RecordMailbox(Fp8Mailbox):
+    """Always zero; its cotangent carries the statistics of dy to the record."""
 
 
 class Fp8Rounding(nnx.Variable):
@@ -66,6 +71,7 @@ class Fp8State(nnx.Module):
         use_running_average: True freezes all statistics (``model.eval()``).
         track_gradients: set by ``te.track_gradients`` while it is entered.
         record: an ``Fp8Record`` while ``te.record`` is entered.
+        record_mailbox: an ``Fp8RecordMailbox``, float32 [563], zero, likewise.
         kernel_cache: an ``Fp8KernelCache`` while ``te.cache_quantized`` is entered.
 
     Raises:
@@ -82,6 +88,7 @@ class Fp8State(nnx.Module):
     use_running_average: bool
     track_gradients: bool
     record: Fp8Record | None = None
+    record_mailbox: Fp8RecordMailbox | None = None
     kernel_cache: Fp8KernelCache | None = None
 
     def __init__(
@@ -145,7 +152,27 @@ class Fp8State(nnx.Module):
             ValueError: the recipe looks at more entries than the history holds.
         """
         history = jax.lax.stop_gradient(getattr(self, name)[...])
-        window, length = recipe.amax_history_len, history.shape[-1]
+        return jnp.max(history[..., : self._window(recipe)], axis=-1)
+
+    def scales(self, recipe: DelayedScaling) -> tuple[Scale, Scale, Scale]:
+        """Reads the scales of x, kernel and dy that the histories ask for.
+
+        Args:
+            recipe: gives the number of newest entries and how they are combined.
+
+        Returns:
+            Scales of float32 []; 1 while nothing has been pushed.
+
+        Raises:
+            ValueError: the recipe looks at more entries than the histories hold.
+        """
+        held = (self.x[...], self.kernel[...], self.dy[...])
+        x, kernel, dy = jax.lax.stop_gradient(held)
+        window = self._window(recipe)
+        return scales(x, kernel, dy, window=window, quantizers=recipe.quantizers())
+
+    def _window(self, recipe: DelayedScaling) -> int:
+        window, length = recipe.amax_history_len, self.x.shape[-1]
         if window > length:
             raise ValueError(
                 message(
@@ -156,9 +183,7 @@ class Fp8State(nnx.Module):
                     f"build the layer with amax_history_len={window}",
                 )
             )
-        if recipe.amax_compute_algo == "most_recent":
-            return history[..., 0]
-        return jnp.max(history[..., :window], axis=-1)
+        return 1 if recipe.amax_compute_algo == "most_recent" else window
 
     def push(self, x_amax: Array | None, kernel_amax: Array | None) -> None:
         """Records a forward call, unless the statistics are frozen.
@@ -171,13 +196,11 @@ class Fp8State(nnx.Module):
         """
         if self.use_running_average:
             return
-        for history, amax in ((self.x, x_amax), (self.kernel, kernel_amax)):
-            if amax is None:
-                continue
-            amax = jax.lax.stop_gradient(amax)
-            history[...] = push(history[...], amax[..., 0])
-            flag = (amax[..., 1] > 0).astype(jnp.int32)
-            self.nonfinite[...] = self.nonfinite[...] + flag
+        none = jnp.zeros((*self.nonfinite.shape, 2), jnp.float32)
+        amaxes = (none if a is None else a for a in (x_amax, kernel_amax))
+        held = (self.x[...], self.kernel[...], self.nonfinite[...])
+        pushed = push(*jax.lax.stop_gradient((*held, *amaxes)))
+        self.x[...], self.kernel[...], self.nonfinite[...] = pushed
 
     def rounding_key(self) -> Array | None:
         """Draws a key for stochastic rounding; None while the statistics are frozen.

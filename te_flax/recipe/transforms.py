@@ -10,8 +10,10 @@ import jax
 from flax import nnx
 
 from te_flax.errors import message
-from te_flax.quantize.mailbox import decode, push
+from te_flax.quantize.mailbox import push_letter
+from te_flax.quantize.statistics import decode_statistics
 from te_flax.recipe.arguments import Argnum, check_arguments, positional_arguments
+from te_flax.recipe.record import record_cotangent
 from te_flax.recipe.state import Fp8Mailbox, Fp8Stat, Fp8State
 
 
@@ -362,20 +364,23 @@ def _as_state(grads: Mapping) -> nnx.State:
 
 
 def _deliver(node: Any, grads: Any, graph: bool | None) -> Any:
-    """Pushes the mail of one module; returns the other gradients."""
+    """Delivers the mail of one module; returns the other gradients."""
     if not isinstance(node, nnx.Pytree) or not isinstance(grads, Mapping):
         return grads
     stats = dict(nnx.to_flat_state(nnx.state(node, Fp8Stat, graph=graph)))
     kept = []
     for path, leaf in nnx.to_flat_state(_as_state(grads)):
-        dy = stats.get((*path[:-1], "dy"))
-        if dy is None or path[-1] != "mailbox":
+        *at, name = path
+        if name == "mailbox" and (*at, "dy") in stats:
+            dy, nonfinite = stats[(*at, "dy")], stats[(*at, "nonfinite")]
+            pushed = push_letter(leaf[...], dy[...], nonfinite[...])
+            dy.set_value(pushed[0])
+            nonfinite.set_value(pushed[1])
+        elif name == "record_mailbox" and (*at, "record") in stats:
+            numbers, record = decode_statistics(leaf[...]), stats[(*at, "record")]
+            record.set_value(record_cotangent(record[...], numbers))
+        else:
             kept.append((path, leaf))
-            continue
-        mail = decode(leaf[...])
-        dy.set_value(push(dy[...], mail[..., 0]))
-        nonfinite = stats[(*path[:-1], "nonfinite")]
-        nonfinite.set_value(nonfinite[...] + mail[..., 1].astype(nonfinite.dtype))
     if isinstance(grads, nnx.State):
         return nnx.from_flat_state(kept)
     return nnx.traversals.unflatten_mapping(dict(kept))

@@ -132,6 +132,31 @@ def quantized(
     return Ball(*(_flat(a, shape) for a in (y.value, y.radius)))
 
 
+def rounding_bound(x: np.ndarray, quantizer: Any) -> np.ndarray:
+    """Bounds what one rounding to the format may change in each value.
+
+    Twice as much where a quantizer rounds stochastically.
+
+    Args:
+        x: ``[rows, contracted]``.
+        quantizer: of the recipe; its scales come from x.
+
+    Returns:
+        A bound for each element.
+
+    Example:
+        >>> from te_flax.quantize.per_tensor import TensorQuantizer
+        >>> rounding_bound(np.array([[16.0, -448.0]]), TensorQuantizer()).tolist()
+        [[1.0, 28.0]]
+    """
+    unit, floor = FORMATS[getattr(quantizer, "format", "e2m1")]
+    size = _blocks(np.abs(x), _block(quantizer, x.shape))
+    error = np.maximum(unit * size, floor * _largest(size))
+    if isinstance(quantizer, NVFP4Quantizer):
+        error += _LOST * np.max(size, initial=0.0)
+    return _flat(error, x.shape)
+
+
 def noise(
     x: Ball, quantizer: Any, rng: np.random.Generator, louder: float = 1.0
 ) -> Ball:
@@ -153,15 +178,10 @@ def noise(
         >>> bool(0 < abs(x[0, 0] - 1) < 0.07)
         True
     """
-    unit, floor = FORMATS[getattr(quantizer, "format", "e2m1")]
-    shape, block = x.value.shape, _block(quantizer, x.value.shape)
-    size = _blocks(np.abs(x.value), block)
-    error = np.maximum(unit * size, floor * _largest(size))
-    if isinstance(quantizer, NVFP4Quantizer):
-        error += _LOST * np.max(size, initial=0.0)
-        louder *= 2**0.5 if quantizer.stochastic else 1.0
-    error = _flat(error, shape)
-    return Ball.exact(x.value + error * rng.uniform(-louder, louder, shape))
+    if getattr(quantizer, "stochastic", False):
+        louder *= 2**0.5
+    error = rounding_bound(x.value, quantizer)
+    return Ball.exact(x.value + error * rng.uniform(-louder, louder, error.shape))
 
 
 def _block(quantizer: Any, shape: tuple[int, int]) -> tuple[int, int]:
@@ -246,8 +266,8 @@ def _two_levels(x: Ball, random: np.ndarray | None) -> Ball:
     return _around(value, ends, (tensor[2] - tensor[0]) / max(tensor[0], 1e-30))
 
 
-def _float32(x: np.ndarray) -> np.ndarray:
-    return x.astype(np.float32).astype(np.float64)
+def _float32(x: np.ndarray | np.float64) -> np.ndarray:
+    return np.asarray(x).astype(np.float32).astype(np.float64)
 
 
 def _e4m3_scale(amax: np.ndarray, tensor: float) -> np.ndarray:

@@ -13,7 +13,7 @@ RECIPES = {
     "mxfp8": te.MXFP8BlockScaling(),
 }
 # One rounding of an operand to the format, as a share of its amax or its block's.
-UNIT = {"e4m3": 2.0**-4, "e5m2": 2.0**-3}
+UNIT = {"e4m3": 2.0**-4, "e5m2": 2.0**-3, "e2m1": 2.0**-2}
 
 
 def data(shape, seed=0, dtype=jnp.float32):

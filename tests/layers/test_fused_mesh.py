@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from _dense import data
-from _fused import check, context, flat, gemms, options, rules, wide
+from _fused import FAST, FP4, check, context, flat, gemms, options, rules, wide
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -117,6 +117,10 @@ CASES = [
         "delayed_scaling",
         (None, "mxfp8", "current_scaling")[(i + j) % 3],
     )
+] + [
+    ("fsdp", "nvfp4", AxisType.Auto),
+    ("dp x tp, sp", "nvfp4_nearest", AxisType.Explicit),
+    ("dp x tp", "float8_block_scaling", AxisType.Auto),
 ]
 
 
@@ -133,13 +137,21 @@ def test_sharded_stays_in_the_balls_of_one_device(mesh_name, recipe, axis_type):
         context(recipe),
     ):
         layers = make()
+        if recipe in FP4:  # one layer: these programs are large
+            layers = nnx.Dict(gated=layers["gated"])
+            cotangents = {"gated": cotangents["gated"]}
         assert any(layers["gated"].wi.kernel[...].sharding.spec)
         place = lambda a, s: jax.device_put(a, NamedSharding(mesh, s))
         placed = {n: place(dy, outs[n]) for n, dy in cotangents.items()}
         for _ in range(1 + (recipe == "delayed_scaling")):
-            before = jax.tree.map(np.asarray, nnx.state(layers, te.Fp8Stat))
-            found = step(layers, place(x, spec), placed, tuple(outs.items()))
-    nnx.update(layers, before)  # the amaxes that the last step read
+            read = nnx.state(layers, (te.Fp8Stat, te.Fp8Rounding))
+            before = jax.tree.map(np.asarray, read)
+            args = layers, place(x, spec), placed, tuple(outs.items())
+            if recipe in FP4:
+                found = step.lower(*args).compile(FAST)(*args[:3])
+            else:
+                found = step(*args)
+    nnx.update(layers, before)  # the amaxes and keys that the last step read
     for name, (results, grads) in found.items():
         dy = cotangents[name]
         want = balls(name, layers[name], x, dy, recipe)

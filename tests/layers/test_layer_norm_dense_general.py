@@ -259,7 +259,8 @@ def test_depth_scaling_divides_y():
     np.testing.assert_array_equal(scaled(x) * 4.0, plain(x))
 
 
-@pytest.mark.parametrize("recipe", [None, *RECIPES])
+# Evaluation rounds to nearest, so "nvfp4" would be "nvfp4_nearest" again.
+@pytest.mark.parametrize("recipe", [r for r in (None, *RECIPES) if r != "nvfp4"])
 def test_jit_equals_eager(recipe):
     layer, x, _ = make("layernorm", True, "64x128x128", False, jnp.float32)
     layer.eval()

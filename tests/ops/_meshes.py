@@ -25,6 +25,20 @@ def mesh(*types, shape=(4, 2), names=("dp", "tp")):
     return jax.make_mesh(shape, names, axis_types=types)
 
 
+MESHES = {
+    "auto": mesh(A, A),
+    "explicit": mesh(E, E),
+    "mixed_ea": mesh(E, A),
+    "mixed_ae": mesh(A, E),
+    "auto_1": mesh(A, A, shape=(8, 1)),
+    "explicit_1": mesh(E, E, shape=(8, 1)),
+    "mixed_ea_1": mesh(E, A, shape=(8, 1)),
+    "mixed_ae_1": mesh(A, E, shape=(8, 1)),
+    "mixed_ea_1_first": mesh(E, A, shape=(1, 8)),
+}
+SOME = ("explicit", "mixed_ea", "mixed_ae_1")
+
+
 def collectives(executable) -> dict[str, int]:
     """How many of each collective the compiled program holds."""
     text = executable.as_text()

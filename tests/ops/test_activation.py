@@ -3,6 +3,7 @@
 import functools
 import re
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -104,6 +105,20 @@ def test_limits(run):
     h = results(run, ACT_FWD, H, [x], attrs)["h"][0].astype(np.float64)
     assert abs(h[4] + 88 * np.exp(-88.0)) < 2**-8 * 88 * np.exp(-88.0)
     assert h[5] == 0
+
+
+def test_x_is_not_copied_for_its_one_slice():
+    """XLA would move the dim of size 1 in the layout, and all of x with it."""
+    x = jnp.ones((64, 32), jnp.bfloat16)
+    options = {"k_ndim": 1, "out_dtype": "bfloat16", "activation": "gelu", **VALUES}
+    calls = (
+        lambda x: ACT_FWD(H, x[:, None], **options),
+        lambda x: ACT_BWD(H, x, x[:, None], **options),
+    )
+    for call in calls:
+        text = jax.jit(call).lower(x).compile().as_text()
+        assert 'custom_call_target="te_flax.act_' in text
+        assert " copy(" not in text
 
 
 def test_bad_arguments_are_named():

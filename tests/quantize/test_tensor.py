@@ -83,9 +83,9 @@ def test_nbytes_counts_codes_and_scales():
 
 def test_a_given_amax_fixes_the_scale():
     x = data((8, 32))
-    tensor = te.TensorQuantizer(margin=1)(
-        x, k_ndim=1, rowwise=True, colwise=False, amax=jnp.float32(7.0)
-    ).rowwise
+    quantizer = te.TensorQuantizer(margin=1)
+    given = quantizer.scale(jnp.float32(7.0))
+    tensor = quantizer(x, k_ndim=1, rowwise=True, colwise=False, scale=given).rowwise
     assert tensor is not None
     scale = np.float32(448.0) / np.float32(7.0) / 2
     assert float(tensor.scale_inv) == np.float32(1) / scale

@@ -111,16 +111,28 @@ def test_stacked_and_vmapped():
 
 
 def test_push():
-    history = jnp.array([[2.0, 1], [4, 3]])
-    pushed = mailbox.push(history, jnp.array([0.0, 5.0]))
-    np.testing.assert_array_equal(pushed, [[2, 1], [5, 4]])
-    np.testing.assert_array_equal(mailbox.push(jnp.zeros(1), jnp.float32(3)), [3])
+    x, kernel = jnp.array([[2.0, 1], [4, 3]]), jnp.array([[7.0], [8]])
+    amax = jnp.array([[0.0, 1], [5, 0]])
+    x_new, _, count = mailbox.push(x, x, jnp.int32([0, 9]), amax, amax)
+    np.testing.assert_array_equal(x_new, [[2, 1], [5, 4]])
+    np.testing.assert_array_equal(count, [2, 9])
+    one, two, count = mailbox.push(kernel, kernel, jnp.int32([0, 0]), amax, 1 - amax)
+    np.testing.assert_array_equal(one, [[7], [5]])
+    np.testing.assert_array_equal(two, [[1], [8]])
+    np.testing.assert_array_equal(count, [1, 1])
+
+
+def test_push_letter():
+    letters = encode(jnp.array([[0.0, 1], [5, 0]]))
+    history, count = mailbox.push_letter(letters, jnp.ones((2, 2)), jnp.int32([3, 3]))
+    np.testing.assert_array_equal(history, [[1, 1], [5, 1]])
+    np.testing.assert_array_equal(count, [4, 3])
 
 
 def test_dtypes_with_x64():
     with jax.enable_x64(True):
         assert encode(jnp.ones(2, jnp.float32)).dtype == jnp.float32
         assert decode(jnp.ones(279, jnp.float32)).dtype == jnp.float32
-        assert (
-            mailbox.push(jnp.zeros(2, jnp.float32), jnp.float32(1)).dtype == jnp.float32
-        )
+        ones = jnp.ones(2, jnp.float32)
+        pushed = mailbox.push(ones, ones, jnp.int32(0), ones, ones)
+        assert [a.dtype for a in pushed] == [jnp.float32, jnp.float32, jnp.int32]
