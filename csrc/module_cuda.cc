@@ -49,7 +49,7 @@ NB_MODULE(_cuda, m) {
         "Sets whether algorithms are timed, and the file that keeps them (empty: none). Forgets\n"
         "those that this process chose.");
   m.def("set_cublaslt_path", &te_flax::cuda::SetCublasLtPath, nb::arg("path"),
-        "Names the library to load where jax has loaded none and the linker finds none.");
+        "Names the library to load where jax has loaded none yet.");
   m.def(
       "cublaslt",
       [] {

@@ -61,11 +61,13 @@ struct Library {
   std::string problem;
 };
 
+// jax resolves the name in the same order, later perhaps: a name that is loaded is not resolved
+// again.
 void* Open() {
   const std::string name = "libcublasLt.so." + std::to_string(CUDART_VERSION / 1000);
   if (void* loaded = dlopen(name.c_str(), RTLD_NOLOAD | RTLD_NOW)) return loaded;
-  if (void* found = dlopen(name.c_str(), RTLD_NOW)) return found;
-  return Path().empty() ? nullptr : dlopen(Path().c_str(), RTLD_NOW);
+  void* wheel = Path().empty() ? nullptr : dlopen(Path().c_str(), RTLD_NOW);
+  return wheel != nullptr ? wheel : dlopen(name.c_str(), RTLD_NOW);
 }
 
 Library Load() {

@@ -10,7 +10,7 @@
 
 namespace te_flax::cuda {
 
-// Where to look when jax has loaded none and the linker finds none; before the first product.
+// Where to look first when jax has loaded none yet; before the first product.
 void SetCublasLtPath(std::string path);
 
 // The functions of the library, found once.

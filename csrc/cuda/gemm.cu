@@ -60,11 +60,22 @@ void PrepareSide(const Call& call, const Side& side, cudaStream_t stream) {
   }
 }
 
-// Rounds the sums in the scratch memory, or without a contraction the bias alone, to the result.
+// Scales and rounds the sums, or without a contraction the bias alone, to the result.
 void Finish(const Call& call, cudaStream_t stream) {
-  const float* sum = call.k == 0 ? nullptr : call.sum;
-  const GemmFinish p = {
-      sum, call.rhs.padded_rows, call.bias, call.bias_type, call.out, call.m(), call.n()};
+  GemmFinish p = {};
+  if (call.k != 0) {
+    p.sum = call.sum;
+    p.sum_cols = call.matmul.m;
+    if (call.scaling == Scaling::kTensor) {
+      p.lhs_scale = static_cast<const float*>(call.lhs.scale);
+      p.rhs_scale = static_cast<const float*>(call.rhs.scale);
+    }
+  }
+  p.bias = call.bias;
+  p.bias_type = call.bias_type;
+  p.out = call.out;
+  p.m = call.m();
+  p.n = call.n();
   WithFloat(call.out_type, [&](auto type) {
     FinishKernel<decltype(type)::value><<<FlatBlocks(p.m * p.n), kGemmThreads, 0, stream>>>(p);
   });
@@ -91,18 +102,19 @@ ffi::Error GemmInitializeImpl(cudaStream_t stream, ffi::ScratchAllocator allocat
                               ffi::Dictionary attrs) {
   TE_ASSIGN_OR_RETURN(call, Describe(args, rets, attrs));
   if (call.m() * call.n() * call.k == 0) return ffi::Error::Success();
-  TE_ASSIGN_OR_RETURN(needed, NeedsTuning(call.matmul, call.at, stream));
-  if (!needed) return ffi::Error::Success();
+  TE_ASSIGN_OR_RETURN(settled, IsSettled(call.matmul, stream));
+  if (settled) return ffi::Error::Success();
+  // XLA grants no more than 16 bytes of alignment; Scratch sees to the rest.
   Scratch sizes(nullptr);
   TuningBuffers(call.matmul, &sizes);
   const int64_t bytes = sizes.used() + kRegion;
-  const std::optional<void*> memory = allocator.Allocate(static_cast<size_t>(bytes), kRegion);
-  if (!memory.has_value() || *memory == nullptr) return SkipTuning(call.matmul, call.at);
+  const std::optional<void*> memory = allocator.Allocate(static_cast<size_t>(bytes));
+  if (!memory.has_value() || *memory == nullptr) return SettleUntimed(call.matmul, call.at);
   FillKernel<<<FlatBlocks(bytes / 4), kGemmThreads, 0, stream>>>(static_cast<uint32_t*>(*memory),
                                                                  bytes / 4);
   TE_RETURN_IF_ERROR(CudaStatus(kWhere, cudaGetLastError()));
   Scratch scratch(*memory);
-  return TuneMatmul(call.matmul, TuningBuffers(call.matmul, &scratch), stream);
+  return Settle(call.matmul, TuningBuffers(call.matmul, &scratch), stream);
 }
 
 }  // namespace

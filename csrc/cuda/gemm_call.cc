@@ -163,8 +163,8 @@ void PlaceSide(const Call& call, Scratch* scratch, Side* side) {
 
 int32_t ScaleMode(const Call& call, const Side& side) {
   switch (call.scaling) {
-    case Scaling::kTensor:
-      return lt::kScaleTensor;
+    case Scaling::kTensor:  // where sums are finished apart, so are they scaled
+      return call.sum == nullptr ? lt::kScaleTensor : kUnscaled;
     case Scaling::kMxfp8:
       return call.widened ? kUnscaled : lt::kScaleVec32;
     case Scaling::kBlock1d:

@@ -29,8 +29,8 @@ struct Plan {
 
 // What the process knows. A chosen algorithm serves all devices of a name, so that they agree.
 struct State {
-  std::mutex mutex;   // of the members below
-  std::mutex tuning;  // held while candidates run: one device times, the others wait
+  std::mutex mutex;     // of the members below
+  std::mutex settling;  // held while candidates run: one device times, the others wait
   bool autotune = true;
   std::string file;
   bool read = false;
@@ -90,8 +90,8 @@ class Operation {
         Check("MatmulDescCreate", api_.DescCreate(&desc_, lt::kComputeF32, CUDA_R_32F)));
     TE_RETURN_IF_ERROR(Set(lt::kTransA, p.trans_a ? lt::kOpT : lt::kOpN));
     TE_RETURN_IF_ERROR(Set(lt::kTransB, p.trans_b ? lt::kOpT : lt::kOpN));
+    if (p.fast) TE_RETURN_IF_ERROR(Set(lt::kFastAccum, int8_t{1}));
     if (p.a_scale != kUnscaled) {
-      TE_RETURN_IF_ERROR(Set(lt::kFastAccum, static_cast<int8_t>(p.fast)));
       TE_RETURN_IF_ERROR(SetScale(lt::kAScaleMode, lt::kAScalePointer, p.a_scale, at.a_scale));
       TE_RETURN_IF_ERROR(SetScale(lt::kBScaleMode, lt::kBScalePointer, p.b_scale, at.b_scale));
     }
@@ -102,7 +102,7 @@ class Operation {
   }
 
   // At most `count` candidates, the most promising first.
-  ffi::ErrorOr<std::vector<lt::HeuristicResult>> Candidates(lt::Handle handle, int count) {
+  ffi::ErrorOr<std::vector<lt::Algo>> Candidates(lt::Handle handle, int count) {
     lt::Preference preference = nullptr;
     TE_RETURN_IF_ERROR(Check("MatmulPreferenceCreate", api_.PreferenceCreate(&preference)));
     const uint64_t bytes = kLibraryBytes;
@@ -123,12 +123,12 @@ class Operation {
     }
     api_.PreferenceDestroy(preference);
     TE_RETURN_IF_ERROR(Check("MatmulAlgoGetHeuristic", status));
-    found.resize(static_cast<size_t>(n));
-    const auto bad = [](const lt::HeuristicResult& r) {
-      return r.state != lt::kSuccess || r.workspace > size_t{kLibraryBytes};
-    };
-    found.erase(std::remove_if(found.begin(), found.end(), bad), found.end());
-    return found;
+    std::vector<lt::Algo> algos;
+    for (int i = 0; i < n; ++i) {
+      const lt::HeuristicResult& r = found[static_cast<size_t>(i)];
+      if (r.state == lt::kSuccess && r.workspace <= size_t{kLibraryBytes}) algos.push_back(r.algo);
+    }
+    return algos;
   }
 
   bool Runs(lt::Handle handle, const lt::Algo& algo) {
@@ -240,7 +240,7 @@ ffi::Error NoAlgorithm(const Matmul& p, const Device& device) {
 ffi::ErrorOr<lt::Algo> First(Operation* operation, const Matmul& p, const Device& device) {
   TE_ASSIGN_OR_RETURN(found, operation->Candidates(device.handle, 1));
   if (found.empty()) return ffi::Unexpected(NoAlgorithm(p, device));
-  return found[0].algo;
+  return found[0];
 }
 
 struct Events {
@@ -271,21 +271,21 @@ ffi::Error Time(Operation* operation, const Device& device, const MatmulBuffers&
 
 // The index of the fastest candidate, or -1 where none runs.
 ffi::ErrorOr<int> Fastest(Operation* operation, const Device& device, const MatmulBuffers& at,
-                          const std::vector<lt::HeuristicResult>& found, cudaStream_t stream) {
+                          const std::vector<lt::Algo>& found, cudaStream_t stream) {
   Events events;
   TE_RETURN_IF_ERROR(CudaStatus(kWhere, cudaEventCreate(&events.begin)));
   TE_RETURN_IF_ERROR(CudaStatus(kWhere, cudaEventCreate(&events.end)));
   std::vector<float> best(found.size(), std::numeric_limits<float>::infinity());
   std::vector<int> repeats(found.size(), 1);
-  for (int round = 0; round <= kRounds; ++round) {  // round 0 warms up
+  const int rounds = found.size() > 1 ? kRounds : 0;
+  for (int round = 0; round <= rounds; ++round) {  // round 0 warms up
     for (size_t i = 0; i < found.size(); ++i) {
       if (repeats[i] == 0) continue;
       float ms = 0;
-      TE_RETURN_IF_ERROR(
-          Time(operation, device, at, found[i].algo, repeats[i], events, stream, &ms));
-      if (round > 0) {
-        best[i] = std::min(best[i], ms);
-      } else if (ms == std::numeric_limits<float>::infinity()) {
+      TE_RETURN_IF_ERROR(Time(operation, device, at, found[i], repeats[i], events, stream, &ms));
+      best[i] = std::min(best[i], ms);
+      if (round > 0) continue;
+      if (ms == std::numeric_limits<float>::infinity()) {
         repeats[i] = 0;
       } else {
         repeats[i] = std::clamp(static_cast<int>(kRoundMs / std::max(ms, 1e-3f)), 1, kMaxRepeats);
@@ -323,40 +323,38 @@ void ConfigureGemm(bool autotune, std::string cache_file) {
   state.plans.clear();
 }
 
-ffi::ErrorOr<bool> NeedsTuning(const Matmul& matmul, const MatmulBuffers& buffers,
-                               cudaStream_t stream) {
+ffi::ErrorOr<bool> IsSettled(const Matmul& matmul, cudaStream_t stream) {
   TE_ASSIGN_OR_RETURN(device, CurrentDevice());
-  const std::string key = device.name + matmul.Key();
-  if (!Global().autotune || IsFinal(key)) return false;
+  if (IsFinal(device.name + matmul.Key())) return true;
   cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
   TE_RETURN_IF_ERROR(CudaStatus(kWhere, cudaStreamIsCapturing(stream, &capture)));
-  if (capture != cudaStreamCaptureStatusNone) return false;
-  lt::Algo algo;
-  if (!FindStored(key, &algo)) return true;
-  Operation operation(*device.api);
-  TE_RETURN_IF_ERROR(operation.Init(matmul, buffers));
-  if (!operation.Runs(device.handle, algo)) return true;
-  Keep(key, algo, true);
-  return false;
+  return capture != cudaStreamCaptureStatusNone;
 }
 
-ffi::Error TuneMatmul(const Matmul& matmul, const MatmulBuffers& scratch, cudaStream_t stream) {
+ffi::Error Settle(const Matmul& matmul, const MatmulBuffers& scratch, cudaStream_t stream) {
   TE_ASSIGN_OR_RETURN(device, CurrentDevice());
   const std::string key = device.name + matmul.Key();
-  const std::lock_guard<std::mutex> one(Global().tuning);
+  const std::lock_guard<std::mutex> one(Global().settling);
   if (IsFinal(key)) return ffi::Error::Success();
   Operation operation(*device.api);
   TE_RETURN_IF_ERROR(operation.Init(matmul, scratch));
-  TE_ASSIGN_OR_RETURN(found, operation.Candidates(device.handle, kCandidates));
-  TE_ASSIGN_OR_RETURN(best, Fastest(&operation, device, scratch, found, stream));
+  const bool timed = Global().autotune;
+  lt::Algo stored = {};
+  const bool known = timed && FindStored(key, &stored) && operation.Runs(device.handle, stored);
+  std::vector<lt::Algo> candidates = {stored};
+  if (!known) {
+    TE_ASSIGN_OR_RETURN(found, operation.Candidates(device.handle, timed ? kCandidates : 1));
+    candidates = found;
+  }
+  TE_ASSIGN_OR_RETURN(best, Fastest(&operation, device, scratch, candidates, stream));
   if (best < 0) return NoAlgorithm(matmul, device);
-  const lt::Algo& algo = found[static_cast<size_t>(best)].algo;
+  const lt::Algo& algo = candidates[static_cast<size_t>(best)];
   Keep(key, algo, true);
-  Store(key, algo);
+  if (timed && !known) Store(key, algo);
   return ffi::Error::Success();
 }
 
-ffi::Error SkipTuning(const Matmul& matmul, const MatmulBuffers& buffers) {
+ffi::Error SettleUntimed(const Matmul& matmul, const MatmulBuffers& buffers) {
   TE_ASSIGN_OR_RETURN(device, CurrentDevice());
   Operation operation(*device.api);
   TE_RETURN_IF_ERROR(operation.Init(matmul, buffers));

@@ -43,16 +43,16 @@ struct MatmulBuffers {
 // Process-wide settings, before the first product. An empty file: nothing is stored.
 void ConfigureGemm(bool autotune, std::string cache_file);
 
-// Whether TuneMatmul has something to time: neither this process nor the cache file knows an
-// algorithm, timing is on, and the stream is not being captured.
-ffi::ErrorOr<bool> NeedsTuning(const Matmul& matmul, const MatmulBuffers& buffers,
-                               cudaStream_t stream);
+// Whether the algorithm of a product is settled, or cannot be now: the stream is being captured.
+ffi::ErrorOr<bool> IsSettled(const Matmul& matmul, cudaStream_t stream);
 
-// Times the candidates on scratch buffers, whose contents they overwrite, and keeps the fastest.
-ffi::Error TuneMatmul(const Matmul& matmul, const MatmulBuffers& scratch, cudaStream_t stream);
+// Settles it on scratch buffers, whose contents it overwrites: the cache file's algorithm, else the
+// fastest of the candidates, without timing the heuristic's first. It has run when this returns, so
+// that no kernel is loaded while a stream is captured.
+ffi::Error Settle(const Matmul& matmul, const MatmulBuffers& scratch, cudaStream_t stream);
 
-// Keeps the heuristic's first choice: there was no memory for timing.
-ffi::Error SkipTuning(const Matmul& matmul, const MatmulBuffers& buffers);
+// Settles on the heuristic's first choice, without scratch buffers.
+ffi::Error SettleUntimed(const Matmul& matmul, const MatmulBuffers& buffers);
 
 // Enqueues the product, with the algorithm that is known, else with the heuristic's first.
 ffi::Error RunMatmul(const Matmul& matmul, const MatmulBuffers& buffers, cudaStream_t stream);

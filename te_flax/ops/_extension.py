@@ -173,18 +173,18 @@ def _load_cuda(info: dict[str, Any]) -> tuple[frozenset[str], str]:
             f"te_flax._cuda is built with CUDA {built['cuda']} and jax runs CUDA "
             f"{plugins[0]}; install te_flax with the nvcc of that version"
         )
-    _configure(module)
+    _configure(module, built["cuda"].split(".")[0])
     return _register(module, "CUDA"), ""
 
 
-def _configure(module: ModuleType) -> None:
+def _configure(module: ModuleType, major: str) -> None:
     """Tells the CUDA module where files are, and whether it may time algorithms."""
     folder = CONFIG.cache_folder()
     file = str(folder / "cublaslt.txt") if folder else ""
     module.configure_gemm(CONFIG.autotune != "0", file)
     wheels = importlib.util.find_spec("nvidia")  # a namespace: each wheel adds to it
     for place in (wheels and wheels.submodule_search_locations) or ():
-        for library in sorted(Path(place).glob("*/lib/libcublasLt.so.*")):
+        for library in sorted(Path(place).glob(f"*/lib/libcublasLt.so.{major}")):
             module.set_cublaslt_path(str(library))
 
 

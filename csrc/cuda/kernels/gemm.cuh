@@ -74,10 +74,13 @@ __device__ inline float BiasAt(const void* bias, Float type, int64_t i) {
   }
 }
 
-// out [m, n] = sum [*, sum_cols] + bias [n], rounded once; out may be the sum. No sum: zeros.
+// out [m, n] = (sum [*, sum_cols] * lhs_scale) * rhs_scale + bias [n], rounded once. No sum: zeros;
+// scales, both or none, and bias where they are not null. out may be the sum.
 struct GemmFinish {
   const float* sum;
   int64_t sum_cols;
+  const float* lhs_scale;
+  const float* rhs_scale;
   const void* bias;
   Float bias_type;
   void* out;
@@ -89,6 +92,7 @@ __global__ void __launch_bounds__(kGemmThreads) FinishKernel(GemmFinish p) {
   for (int64_t i = FirstThread(); i < p.m * p.n; i += AllThreads()) {
     const int64_t r = Divide(i, p.n), c = i - r * p.n;
     float v = p.sum == nullptr ? 0.0f : p.sum[r * p.sum_cols + c];
+    if (p.lhs_scale != nullptr) v = __fmul_rn(__fmul_rn(v, *p.lhs_scale), *p.rhs_scale);
     if (p.bias != nullptr) v = __fadd_rn(v, BiasAt(p.bias, p.bias_type, c));
     const uint32_t bits = Narrow<dtype>(v);
     if constexpr (dtype == Float::kF32) {
