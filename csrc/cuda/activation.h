@@ -12,10 +12,6 @@ inline ActivationInput InputOf(const ActivationCall& x) {
   return {x.activation, x.slices, {x.limit, x.alpha, x.offset}, x.cols, x.dtype, x.x, {}, nullptr};
 }
 
-// h = f(x0) [g(x1)].
-ffi::Error RunForward(cudaStream_t stream, const FusedCall& call, const FusedShape& shape,
-                      const ActivationInput& in);
-
 // Both cotangents of a gated activation.
 ffi::Error RunGatedBackward(cudaStream_t stream, const FusedCall& call, const FusedShape& shape,
                             const ActivationInput& in);

@@ -12,7 +12,8 @@ using GatedBackward = ActivationBackward<dtype, kWide, 2>;
 ffi::Error RunGatedBackward(cudaStream_t stream, const FusedCall& call, const FusedShape& shape,
                             const ActivationInput& in) {
   Outputs out;
-  if (call.scaling != Scaling::kMxfp8 || shape.cols % kMxBlock == 0) {
+  const bool fits = shape.cols % kMxBlock == 0 && call.dtype != Float::kF32;
+  if (call.scaling != Scaling::kMxfp8 || fits) {
     TE_RETURN_IF_ERROR(Describe(stream, call, shape, {in.x, in.dy}, &out));
     return RunTyped<GatedBackward>(stream, call, in, out);
   }

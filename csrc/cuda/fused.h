@@ -86,7 +86,9 @@ ffi::Error RunMxfp8(cudaStream_t stream, const FusedCall& call, const Source& so
 template <class Source>
 ffi::Error RunFused(cudaStream_t stream, const FusedCall& call, const Source& source,
                     const Outputs& out) {
-  if (call.scaling == Scaling::kMxfp8) return RunMxfp8(stream, call, source, out);
+  if constexpr (kFitsMxfp8<Source>) {
+    if (call.scaling == Scaling::kMxfp8) return RunMxfp8(stream, call, source, out);
+  }
   if (out.m * out.k == 0) return ffi::Error::Success();
   TensorTileKernel<Source, Copies::kAny>
       <<<Blocks(TensorTiles(out), 1), kTileThreads, 0, stream>>>(source, out);

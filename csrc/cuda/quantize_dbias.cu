@@ -1,5 +1,6 @@
 // FFI handler of the quantizers that also sum x over the tokens on CUDA: h is x itself.
-#include "cuda/activation.h"
+#include "cuda/fused.h"
+#include "cuda/kernels/activation_source.cuh"
 
 namespace te_flax::cuda {
 namespace {
@@ -15,17 +16,16 @@ ffi::Error QuantizeDbiasImpl(cudaStream_t stream, ffi::RemainingArgs args, ffi::
   TE_ASSIGN_OR_RETURN(extent, AsExtent(kWhere, x, k_ndim));
   TE_ASSIGN_OR_RETURN(dtype, FloatOf(kWhere, "x", x.element_type()));
   const FusedShape shape = {extent.rows, 1, extent.cols};
-  if (dtype != call.dtype) {  // x rounded to another type
-    const void* data = x.untyped_data();
-    return RunForward(stream, call, shape,
-                      {Activation::kLinear, 1, {}, extent.cols, dtype, data, {}, nullptr});
-  }
   Outputs out;
   TE_RETURN_IF_ERROR(Describe(stream, call, shape, {x.untyped_data()}, &out));
   ffi::Error error;
-  WithFloat(dtype, [&](auto type) {
-    const Identity<decltype(type)::value, true> source = {x.untyped_data(), out.k};
-    error = RunFused(stream, call, source, out);
+  WithFloat(call.dtype, [&](auto type) {
+    constexpr Float kType = decltype(type)::value;
+    if (dtype == kType) {
+      error = RunFused(stream, call, Identity<kType, true>{x.untyped_data(), out.k}, out);
+    } else {
+      error = RunFused(stream, call, Rounded<kType>{dtype, x.untyped_data(), out.k}, out);
+    }
   });
   return error;
 }

@@ -1,5 +1,7 @@
 """Fused variants: given h, every other result is the plain quantizers', to the bit."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -159,3 +161,18 @@ def test_noop_writes_into_the_donated_buffers():
     )  # fmt: skip
     same_bits(kept[0], want["h"])
     same_bits(kept[5], want["dbias"])
+
+
+@pytest.mark.parametrize("k_ndim", [0, 1, 2])
+def test_the_workspace_holds_the_partial_sums(k_ndim):
+    """128 rows of h make one; no dbias, no workspace."""
+    x = jnp.zeros((3, 100, 2, 5, 7)[: 3 + k_ndim])
+    dy = jnp.zeros((3, 100, 5, 7)[: 2 + k_ndim])
+    attrs = attributes(ACT_BWD, (1,) * k_ndim, F32, "silu,linear")
+    for v in full(ACT_BWD, "tensor"), Variant(dbias=True, noop=True):
+        flag = [jnp.zeros(1)] * v.noop
+        workspace = ACT_BWD.ops[v].workspace
+        assert workspace is not None
+        size = workspace(*flag, dy, x, jnp.float32(1), **attrs)
+        assert size == 4 * 3 * math.prod(x.shape[2:])
+    assert ACT_BWD.ops[Variant()].workspace is None

@@ -57,6 +57,36 @@ struct AnyPack {
   }
 };
 
+// h is x in another dtype.
+template <Float dtype>
+struct Rounded {
+  static constexpr Float kType = dtype;
+  static constexpr int kSlices = 1;
+  static constexpr int kLoads = 1;
+  static constexpr bool kFused = true;
+  static constexpr bool kSums = true;
+  using Raw = AnyPack<true>;
+  struct Columns {};
+
+  Float x_dtype;
+  const void* x;
+  int64_t k;
+
+  __device__ Columns Begin(const Lane&) const { return {}; }
+  __device__ void Load(const Position& at, Raw* raw) const {
+    raw->Load(x_dtype, x, at.m * k + at.k, at.valid, at.aligned);
+  }
+  __device__ void Make(const Columns&, const Position&, const Raw& raw, Pack<dtype> (&h)[1]) const {
+#pragma unroll
+    for (int first = 0; first < kPack; first += kGroup) {
+      Group wide, value, slope;
+      raw.Widen(x_dtype, first, wide);
+      Linear::At<false>(wide, {}, value, slope);
+      h[0].Round(value, first);
+    }
+  }
+};
+
 // x [m, slices, k] and dy [m, k].
 struct ActivationInput {
   Activation activation;
@@ -75,6 +105,7 @@ struct ActivationForward {
   static constexpr int kSlices = 1;
   static constexpr int kLoads = kWide ? 1 : 2;
   static constexpr bool kFused = true;
+  static constexpr bool kSums = false;
   struct Raw {
     AnyPack<kWide> x[2];
   };
@@ -144,6 +175,7 @@ struct ActivationBackward {
   static constexpr int kSlices = slices;
   static constexpr int kLoads = kWide || slices == 2 ? 1 : 2;
   static constexpr bool kFused = true;
+  static constexpr bool kSums = true;
   using Raw = typename Cotangents<slices, kWide>::Raw;
   struct Columns {};
 
@@ -172,14 +204,15 @@ struct ActivationBackward {
   }
 };
 
-// Both cotangents as one slice of 2 k columns, for MXFP8 blocks that straddle the slices: element
-// by element, and each is computed twice.
+// Both cotangents as one slice of 2 k columns, for MXFP8 blocks that straddle the slices and for
+// what does not fit (kFitsMxfp8): element by element, and each is computed twice.
 template <Float dtype>
 struct StraddlingBackward {
   static constexpr Float kType = dtype;
   static constexpr int kSlices = 1;
   static constexpr int kLoads = 1;
   static constexpr bool kFused = true;
+  static constexpr bool kSums = true;
   using Raw = Cotangents<2, true>::Raw;
   struct Columns {};
 

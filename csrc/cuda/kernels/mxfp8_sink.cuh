@@ -116,46 +116,59 @@ __device__ inline void StoreColumns(const Outputs& out, const Lane& at, const Mx
              kFull ? kPack : at.valid, kFull || out.aligned);
 }
 
-// How the warps of a block lie. Plain quantizers go along the rows of x. Fused kernels fill
-// kSumRows rows; theirs are fewer where packs of h that wait in shared memory would not fit.
+// How the warps of a block lie. Those of plain quantizers go along the rows of x, those of fused
+// kernels fill kSumRows rows. Each slice of a tile has a warp.
 template <class Source>
 struct Mxfp8Shape {
-  // Slices that wait together. Two of float32 would not fit: they are made twice.
-  static constexpr int kHeld = Source::kType == Float::kF32 ? 1 : Source::kSlices;
-  static constexpr int kWarps = Source::kType == Float::kF32 || Source::kSlices > 1 ? 4 : 8;
+  static constexpr int kSlices = Source::kSlices;
+  // The packs of h that wait in shared memory take 32 KB.
+  static constexpr int kTiles = Source::kType == Float::kF32 && Source::kFused ? 4 : 8 / kSlices;
   static constexpr int kDown = Source::kFused ? kSumRows / kMxBlock : 1;
-  static constexpr int kAcross = Source::kFused ? kWarps / kDown : 8;
-  static constexpr int kThreads = 32 * kDown * kAcross;
+  static constexpr int kAcross = kTiles / kDown;
+  static constexpr int kThreads = 32 * kTiles * kSlices;
   static constexpr int kColumns = kAcross * kMxTileColumns;
 };
 
+// Two slices of float32 would have to wait in 64 KB.
+template <class Source>
+constexpr bool kFitsMxfp8 = Source::kSlices == 1 || Source::kType != Float::kF32;
+
+// What a warp works on in its block.
+template <class Source>
+struct Mxfp8Warp {
+  int slice = static_cast<int>(threadIdx.x) / 32 % Source::kSlices;
+  int tile = static_cast<int>(threadIdx.x) / 32 / Source::kSlices;
+  int lane = static_cast<int>(threadIdx.x) % 32;
+};
+
 // Joins the column sums of the warps of one block and stores them.
-template <class Shape, Float dtype>
-__device__ inline void StoreWarpSums(const Outputs& out, const Lane& at, const Mxfp8Slice& slice,
-                                     const Pack<dtype> (&packs)[kLaneRows]) {
-  __shared__ float blocks[Shape::kDown][Shape::kColumns];
-  const int warp = threadIdx.x / 32;
+template <class Source>
+__device__ inline void StoreWarpSums(const Outputs& out, const Lane& at,
+                                     const Pack<Source::kType> (&packs)[kLaneRows]) {
+  using Shape = Mxfp8Shape<Source>;
+  __shared__ float blocks[Shape::kSlices][Shape::kDown][Shape::kColumns];
+  const Mxfp8Warp<Source> warp;
   LaneSums sums;
 #pragma unroll
   for (int i = 0; i < kLaneRows; ++i) sums.Add(packs[i]);
   sums.Join(8);
   sums.Join(16);
-  __syncthreads();  // what was there may still be read
-  if (threadIdx.x % 32 < 8) {
-    const int column = warp % Shape::kAcross * kMxTileColumns + threadIdx.x % 8 * kPack;
-    sums.Store(&blocks[warp / Shape::kAcross][column]);
+  if (warp.lane < 8) {
+    const int column = warp.tile % Shape::kAcross * kMxTileColumns + warp.lane * kPack;
+    sums.Store(&blocks[warp.slice][warp.tile / Shape::kAcross][column]);
   }
   __syncthreads();
-  const int column = threadIdx.x;
+  const int slice = threadIdx.x / Shape::kColumns;
+  const int column = threadIdx.x % Shape::kColumns;
   const int64_t k = at.k / Shape::kColumns * Shape::kColumns + column;
-  if (column >= Shape::kColumns || k >= out.k) return;
-  float sum = blocks[0][column];
+  if (slice >= Shape::kSlices || k >= out.k) return;
+  float sum = blocks[slice][0][column];
 #pragma unroll
-  for (int b = 1; b < Shape::kDown; ++b) sum = AddFtz(sum, blocks[b][column]);
-  out.sums[at.m / kSumRows * slice.stride + slice.first + k] = sum;
+  for (int b = 1; b < Shape::kDown; ++b) sum = AddFtz(sum, blocks[slice][b][column]);
+  out.sums[(at.m / kSumRows * Shape::kSlices + slice) * out.k + k] = sum;
 }
 
-// Copies, amax and column sums of one slice, whose packs are in registers.
+// Copies and amax of one slice, whose packs are in registers.
 template <bool kFull, Copies copies, class Source>
 __device__ inline void ConsumeMxfp8(const Outputs& out, const Lane& at, const Mxfp8Slice& slice,
                                     const Pack<Source::kType> (&packs)[kLaneRows], Amax* seen) {
@@ -172,24 +185,6 @@ __device__ inline void ConsumeMxfp8(const Outputs& out, const Lane& at, const Mx
   if (HasCol<copies>(out)) StoreColumns<kFull>(out, at, slice, packs, columns);
 }
 
-// The packs of one lane, made one after the other, wait in shared memory.
-template <class Source>
-using Waiting = Pack<Source::kType>[kLaneRows][Mxfp8Shape<Source>::kThreads];
-
-template <class Source>
-__device__ inline void MakeWaiting(const Source& source, const Outputs& out, const Lane& at,
-                                   int first_slice,
-                                   Waiting<Source> (&waiting)[Mxfp8Shape<Source>::kHeld]) {
-  WalkLane(source, out, at, [&](int i, const Position&, Pack<Source::kType>(&h)[Source::kSlices]) {
-#pragma unroll
-    for (int s = 0; s < Source::kSlices; ++s) {
-      const int held = s - first_slice;
-      if (held < 0 || held >= Mxfp8Shape<Source>::kHeld) continue;
-      waiting[held][i][threadIdx.x] = h[s];
-    }
-  });
-}
-
 // One warp's tile of a plain quantizer: x stays in registers.
 template <bool kFull, Copies copies, class Source>
 __device__ inline void QuantizeMxfp8Tile(const Source& source, const Outputs& out, const Lane& at,
@@ -200,33 +195,34 @@ __device__ inline void QuantizeMxfp8Tile(const Source& source, const Outputs& ou
   ConsumeMxfp8<kFull, copies, Source>(out, at, {0, out.k, 0}, packs, seen);
 }
 
-// Every slice of one warp's tile, the packs of h by way of shared memory.
+// One slice of a tile. The warps of the slices make the packs of all slices together, each some of
+// the rows, and these wait in shared memory: rolled loops make them, unrolled ones use them.
 template <Copies copies, class Source>
 __device__ inline void FuseMxfp8Tile(const Source& source, const Outputs& out, const Lane& at,
                                      bool full, Amax* seen) {
   using Shape = Mxfp8Shape<Source>;
-  __shared__ Waiting<Source> waiting[Shape::kHeld];
-#pragma unroll 1
-  for (int first = 0; first < Source::kSlices; first += Shape::kHeld) {
-    MakeWaiting(source, out, at, first, waiting);
-#pragma unroll 1
-    for (int held = 0; held < Shape::kHeld; ++held) {
-      // Addresses that the slices have in common would be kept from one to the next, in more
-      // registers than there are.
-      Lane lane = at;
-      if constexpr (Source::kSlices > 1) asm volatile("" : "+l"(lane.m), "+l"(lane.k));
-      Pack<Source::kType> packs[kLaneRows];
+  constexpr int kRows = kLaneRows / Shape::kSlices;
+  __shared__ Pack<Source::kType> waiting[Shape::kSlices][kLaneRows][32 * Shape::kTiles];
+  const Mxfp8Warp<Source> warp;
+  const int thread = 32 * warp.tile + warp.lane;
+  WalkLane<kRows>(source, out, at, warp.slice * kRows,
+                  [&](int i, const Position&, Pack<Source::kType>(&h)[Source::kSlices]) {
 #pragma unroll
-      for (int i = 0; i < kLaneRows; ++i) packs[i] = waiting[held][i][threadIdx.x];
-      const int64_t s = first + held;
-      const Mxfp8Slice slice = {s * out.k, Source::kSlices * out.k, s * (out.k / kMxBlock)};
-      if (full) {
-        ConsumeMxfp8<true, copies, Source>(out, lane, slice, packs, seen);
-      } else {
-        ConsumeMxfp8<false, copies, Source>(out, lane, slice, packs, seen);
-      }
-      if (out.sums != nullptr) StoreWarpSums<Shape>(out, lane, slice, packs);
-    }
+                    for (int s = 0; s < Source::kSlices; ++s) waiting[s][i][thread] = h[s];
+                  });
+  if constexpr (Shape::kSlices > 1) __syncthreads();
+  Pack<Source::kType> packs[kLaneRows];
+#pragma unroll
+  for (int i = 0; i < kLaneRows; ++i) packs[i] = waiting[warp.slice][i][thread];
+  const Mxfp8Slice slice = {warp.slice * out.k, Shape::kSlices * out.k,
+                            warp.slice * (out.k / kMxBlock)};
+  if (full) {
+    ConsumeMxfp8<true, copies, Source>(out, at, slice, packs, seen);
+  } else {
+    ConsumeMxfp8<false, copies, Source>(out, at, slice, packs, seen);
+  }
+  if constexpr (Source::kSums) {
+    if (out.sums != nullptr) StoreWarpSums<Source>(out, at, packs);
   }
 }
 
@@ -243,28 +239,28 @@ constexpr int kMxBlocks =
 template <class Source, Copies copies>
 __global__ void __launch_bounds__(Mxfp8Shape<Source>::kThreads, (kMxBlocks<Source, copies>))
     Mxfp8Kernel(Source source, Outputs out) {
+  static_assert(kFitsMxfp8<Source>);
   if (Skips(out.noop)) return;
   using Shape = Mxfp8Shape<Source>;
-  const int lane = threadIdx.x % 32;
-  const int warp = threadIdx.x / 32;
+  const Mxfp8Warp<Source> warp;
   // 2^32 tiles would be more elements than any memory holds.
   uint32_t down, across;
   if constexpr (Shape::kDown == 1) {  // the warps of all blocks in a row
     const uint32_t tiles = static_cast<uint32_t>((out.k + kMxTileColumns - 1) / kMxTileColumns);
-    const uint32_t tile = blockIdx.x * Shape::kAcross + warp;
+    const uint32_t tile = blockIdx.x * Shape::kAcross + warp.tile;
     down = tile / tiles, across = tile % tiles;
   } else {
     const uint32_t tiles = static_cast<uint32_t>((out.k + Shape::kColumns - 1) / Shape::kColumns);
-    down = blockIdx.x / tiles * Shape::kDown + warp / Shape::kAcross;
-    across = blockIdx.x % tiles * Shape::kAcross + warp % Shape::kAcross;
+    down = blockIdx.x / tiles * Shape::kDown + warp.tile / Shape::kAcross;
+    across = blockIdx.x % tiles * Shape::kAcross + warp.tile % Shape::kAcross;
   }
   Lane at;
-  at.m = int64_t{down} * kMxBlock + lane / 8;
-  at.k = int64_t{across} * kMxTileColumns + lane % 8 * kPack;
+  at.m = int64_t{down} * kMxBlock + warp.lane / 8;
+  at.k = int64_t{across} * kMxTileColumns + warp.lane % 8 * kPack;
   const int64_t left = out.k - at.k;
   at.valid = static_cast<int>(left < 0 ? 0 : left < kPack ? left : kPack);
-  const bool full = out.aligned && at.k - lane % 8 * kPack + kMxTileColumns <= out.k &&
-                    at.m - lane / 8 + kMxBlock <= out.m;
+  const bool full = out.aligned && at.k - warp.lane % 8 * kPack + kMxTileColumns <= out.k &&
+                    at.m - warp.lane / 8 + kMxBlock <= out.m;
   Amax seen;
   if constexpr (Source::kFused) {
     FuseMxfp8Tile<copies>(source, out, at, full, &seen);

@@ -46,7 +46,7 @@ __device__ inline bool Skips(const uint32_t* noop) {
 
 // Eight elements as they lie in memory; missing ones are zero.
 template <Float dtype>
-struct Pack {
+struct alignas(16) Pack {  // so that it is one or two words of 16 bytes in shared memory too
   static constexpr int kBytes = dtype == Float::kF32 ? 4 : 2;
   static constexpr int kWords = kPack * kBytes / 4;
   uint32_t words[kWords];

@@ -8,7 +8,8 @@
 //   kLoads     positions whose loads are issued together: 1, 2, 4 or 8. Below 8 the positions are a
 //              loop, so that a long Make is compiled kLoads times, and the next group is fetched
 //              while one is made.
-//   kFused     false: neither h nor column sums are asked for, no code for them
+//   kFused     false: h is not asked for, only its copies and amax
+//   kSums      whether column sums may be asked for
 //   Columns    what a thread keeps for its 8 columns, made once by Begin(at)
 //   Raw        what Load(at, &raw) fetches for one position; all loads of a group come first
 //   Make(columns, at, raw, h) computes the packs h[kSlices] of that position, rounded once.
@@ -88,6 +89,7 @@ struct Identity {
   static constexpr int kSlices = 1;
   static constexpr int kLoads = fused ? 4 : kLaneRows;
   static constexpr bool kFused = fused;
+  static constexpr bool kSums = fused;
   using Raw = Pack<dtype>;
   struct Columns {};
 
@@ -121,23 +123,23 @@ __device__ inline void MakeAt(const Source& source, const typename Source::Colum
   }
 }
 
-// Calls visit(i, at, h) for the positions of a lane. The loads of one group are in flight while the
-// group before it is made.
-template <class Source, typename Visit>
+// Calls visit(i, at, h) for kCount positions of a lane from `begin` on. The loads of one group are
+// in flight while the group before it is made.
+template <int kCount, class Source, typename Visit>
 __device__ inline void WalkLane(const Source& source, const Outputs& out, const Lane& lane,
-                                Visit visit) {
+                                int begin, Visit visit) {
   constexpr int kLoads = Source::kLoads;
   using Raw = typename Source::Raw;
   Raw ahead[kLoads];
 #pragma unroll
-  for (int i = 0; i < kLoads; ++i) source.Load(PositionOf<false>(lane, i, out), &ahead[i]);
+  for (int i = 0; i < kLoads; ++i) source.Load(PositionOf<false>(lane, begin + i, out), &ahead[i]);
   const typename Source::Columns columns = source.Begin(lane);
 #pragma unroll 1
-  for (int first = 0; first < kLaneRows; first += kLoads) {
+  for (int first = begin; first < begin + kCount; first += kLoads) {
     Raw raws[kLoads];
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) raws[i] = ahead[i];
-    if (first + kLoads < kLaneRows) {
+    if (first + kLoads < begin + kCount) {
 #pragma unroll
       for (int i = 0; i < kLoads; ++i) {
         source.Load(PositionOf<false>(lane, first + kLoads + i, out), &ahead[i]);

@@ -109,9 +109,16 @@ __device__ inline void StoreTileSums(const Outputs& out, LaneSums (&sums)[kSlice
   }
 }
 
+// Three blocks on a multiprocessor cost a fused kernel some spills, once a thread; where much is
+// loaded ahead they would be many.
+template <class Source>
+constexpr int kTileBlocks = !Source::kFused                                       ? 1
+                            : sizeof(typename Source::Raw) * Source::kLoads <= 64 ? 3
+                                                                                  : 2;
+
 // One block makes a tile of 128 x 128 of every slice.
 template <class Source, Copies copies>
-__global__ void __launch_bounds__(kTileThreads, (Source::kFused ? 2 : 1))
+__global__ void __launch_bounds__(kTileThreads, (kTileBlocks<Source>))
     TensorTileKernel(Source source, Outputs out) {
   if (Skips(out.noop)) return;
   constexpr int kSlices = Source::kSlices;
@@ -131,24 +138,25 @@ __global__ void __launch_bounds__(kTileThreads, (Source::kFused ? 2 : 1))
   const float scale = copies == Copies::kAny && out.scale == nullptr ? 1.0f : __ldg(out.scale);
   Amax seen;
   LaneSums sums[kSlices];
-  WalkLane(source, out, lane, [&](int i, const Position& at, Pack<Source::kType>(&h)[kSlices]) {
+  WalkLane<kLaneRows>(
+      source, out, lane, 0, [&](int i, const Position& at, Pack<Source::kType>(&h)[kSlices]) {
 #pragma unroll
-    for (int s = 0; s < kSlices; ++s) {
-      float v[kPack];
-      ScalePack(h[s], scale, &seen, v);
-      if constexpr (Source::kFused) sums[s].Add(h[s]);
-      if (!HasCol<copies>(out) && !HasRow<copies>(out)) continue;
-      uint2 codes = Encode8(v, out.col_format);
-      if (HasCol<copies>(out)) {
-        const int r = row + 4 * i;
-        *reinterpret_cast<uint2*>(&tile[s][r][(column / 4) ^ (r / 16 * 4)]) = codes;
-      }
-      if (HasRow<copies>(out)) {
-        if (out.row_format != out.col_format) codes = Encode8(v, out.row_format);
-        StoreCodes(out.row + (at.m * kSlices + s) * out.k + at.k, codes, at.valid, at.aligned);
-      }
-    }
-  });
+        for (int s = 0; s < kSlices; ++s) {
+          float v[kPack];
+          ScalePack(h[s], scale, &seen, v);
+          if constexpr (Source::kSums) sums[s].Add(h[s]);
+          if (!HasCol<copies>(out) && !HasRow<copies>(out)) continue;
+          uint2 codes = Encode8(v, out.col_format);
+          if (HasCol<copies>(out)) {
+            const int r = row + 4 * i;
+            *reinterpret_cast<uint2*>(&tile[s][r][(column / 4) ^ (r / 16 * 4)]) = codes;
+          }
+          if (HasRow<copies>(out)) {
+            if (out.row_format != out.col_format) codes = Encode8(v, out.row_format);
+            StoreCodes(out.row + (at.m * kSlices + s) * out.k + at.k, codes, at.valid, at.aligned);
+          }
+        }
+      });
   if (HasCol<copies>(out)) {
     __syncthreads();
 #pragma unroll
@@ -156,7 +164,7 @@ __global__ void __launch_bounds__(kTileThreads, (Source::kFused ? 2 : 1))
       StoreTransposed(out, out.col + s * out.k * out.m, tile[s], m0, k0);
     }
   }
-  if constexpr (Source::kFused) {
+  if constexpr (Source::kSums) {
     if (out.sums != nullptr) StoreTileSums(out, sums, m0, k0);
   }
   seen.Store(out.amax);
