@@ -1,4 +1,4 @@
-// Activations and their derivatives, eight elements at a time. Raw pointers, no XLA or nanobind.
+// Activations and their derivatives, a few elements at a time. Raw pointers, no XLA or nanobind.
 //
 // Every step is one instruction whose rounding is named: the same element has the same bits in
 // every kernel. In units of 2^-24 of the result, x sigmoid(u) = x / (1 + E) with E = exp(-u) sees
@@ -14,7 +14,9 @@
 
 namespace te_flax::cuda {
 
-using Eight = float[kPack];
+// Elements computed together: a pack at once would take too many registers.
+constexpr int kGroup = 4;
+using Group = float[kGroup];
 
 struct Parameters {
   float limit, alpha, offset;
@@ -56,13 +58,13 @@ __device__ inline float TimesFar(float y, float v) {
 }
 
 // value = x s with s = sigmoid(u) = 1 / (1 + E) and E = 2^v, v = -u log2(e); slope = s + w s (1 -
-// s) = s (1 + w E s) with w = x du/dx. Packs with a large v are rare.
+// s) = s (1 + w E s) with w = x du/dx. Groups with a large v are rare.
 template <bool kSlope>
-__device__ inline void Sigmoid(const Eight& x, const Eight& v, const Eight& w, Eight& value,
-                               Eight& slope) {
+__device__ inline void Sigmoid(const Group& x, const Group& v, const Group& w, Group& value,
+                               Group& slope) {
   float highest = v[0];
 #pragma unroll
-  for (int j = 0; j < kPack; ++j) {
+  for (int j = 0; j < kGroup; ++j) {
     const float e = Exp2(v[j]);
     const float d = __fadd_rn(1.0f, e);
     float s = Reciprocal(d);
@@ -76,7 +78,7 @@ __device__ inline void Sigmoid(const Eight& x, const Eight& v, const Eight& w, E
   }
   if (!(highest > kFar)) return;
 #pragma unroll
-  for (int j = 0; j < kPack; ++j) {
+  for (int j = 0; j < kGroup; ++j) {
     if (!(v[j] > kFar)) continue;
     value[j] = TimesFar(Max(x[j], -0x1p100f), v[j]);
     if constexpr (kSlope) slope[j] = TimesFar(__fadd_rn(1.0f, Max(w[j], -0x1p60f)), v[j]);
@@ -85,14 +87,14 @@ __device__ inline void Sigmoid(const Eight& x, const Eight& v, const Eight& w, E
 
 struct Gelu {
   template <bool kSlope>
-  __device__ static void At(const Eight& x, const Parameters&, Eight& value, Eight& slope) {
+  __device__ static void At(const Group& x, const Parameters&, Group& value, Group& slope) {
     constexpr float kLinear = 0x1.988454p+0f;      // 2 sqrt(2 / pi)
     constexpr float kSlopeCubic = 0x1.b6676cp-3f;  // 3 times 0.044715 times that
     constexpr float kV = -0x1.26aec2p+1f;          // -log2(e) 2 sqrt(2 / pi)
     constexpr float kVCubic = -0x1.a5a7d0p-4f;     // 0.044715 times that
-    Eight v, w;
+    Group v, w;
 #pragma unroll
-    for (int j = 0; j < kPack; ++j) {
+    for (int j = 0; j < kGroup; ++j) {
       const float square = __fmul_rn(x[j], x[j]);
       v[j] = __fmul_rn(x[j], __fmaf_rn(square, kVCubic, kV));
       w[j] = kSlope ? __fmul_rn(x[j], __fmaf_rn(square, kSlopeCubic, kLinear)) : 0.0f;
@@ -103,11 +105,11 @@ struct Gelu {
 
 // x sigmoid(factor x).
 template <bool kSlope>
-__device__ inline void ScaledSilu(const Eight& x, float factor, Eight& value, Eight& slope) {
+__device__ inline void ScaledSilu(const Group& x, float factor, Group& value, Group& slope) {
   const float scaled = __fmul_rn(factor, -kLog2E);
-  Eight v, w;
+  Group v, w;
 #pragma unroll
-  for (int j = 0; j < kPack; ++j) {
+  for (int j = 0; j < kGroup; ++j) {
     v[j] = __fmul_rn(x[j], scaled);
     w[j] = __fmul_rn(x[j], factor);
   }
@@ -116,28 +118,28 @@ __device__ inline void ScaledSilu(const Eight& x, float factor, Eight& value, Ei
 
 struct QuickGelu {
   template <bool kSlope>
-  __device__ static void At(const Eight& x, const Parameters&, Eight& value, Eight& slope) {
+  __device__ static void At(const Group& x, const Parameters&, Group& value, Group& slope) {
     ScaledSilu<kSlope>(x, 1.702f, value, slope);
   }
 };
 
 struct Silu {
   template <bool kSlope>
-  __device__ static void At(const Eight& x, const Parameters&, Eight& value, Eight& slope) {
+  __device__ static void At(const Group& x, const Parameters&, Group& value, Group& slope) {
     ScaledSilu<kSlope>(x, 1.0f, value, slope);
   }
 };
 
 struct ClampedSilu {
   template <bool kSlope>
-  __device__ static void At(const Eight& x, const Parameters& p, Eight& value, Eight& slope) {
-    Eight a;
+  __device__ static void At(const Group& x, const Parameters& p, Group& value, Group& slope) {
+    Group a;
 #pragma unroll
-    for (int j = 0; j < kPack; ++j) a[j] = Min(x[j], p.limit);
+    for (int j = 0; j < kGroup; ++j) a[j] = Min(x[j], p.limit);
     ScaledSilu<kSlope>(a, p.alpha, value, slope);
     if constexpr (kSlope) {
 #pragma unroll
-      for (int j = 0; j < kPack; ++j) slope[j] = x[j] <= p.limit ? slope[j] : 0.0f;
+      for (int j = 0; j < kGroup; ++j) slope[j] = x[j] <= p.limit ? slope[j] : 0.0f;
     }
   }
 };
@@ -171,10 +173,10 @@ struct GeluExact {
     return __fmul_rn(t, Horner(t, kTerms));
   }
   template <bool kSlope>
-  __device__ static void At(const Eight& x, const Parameters&, Eight& value, Eight& slope) {
+  __device__ static void At(const Group& x, const Parameters&, Group& value, Group& slope) {
     constexpr float kDensity = 0x1.988454p-2f;  // 1 / sqrt(2 pi)
 #pragma unroll
-    for (int j = 0; j < kPack; ++j) {
+    for (int j = 0; j < kGroup; ++j) {
       const float a = Min(fabsf(x[j]), 19.0f);  // from there on Q is 0
       const float v = __fmul_rn(__fmul_rn(a, a), 0.5f * kLog2E);
       const float e = Exp2(-v);
@@ -203,9 +205,9 @@ __device__ inline float Positive(float x) { return AddFtz(Max(x, 0.0f), 0.0f); }
 
 struct Relu {
   template <bool kSlope>
-  __device__ static void At(const Eight& x, const Parameters&, Eight& value, Eight& slope) {
+  __device__ static void At(const Group& x, const Parameters&, Group& value, Group& slope) {
 #pragma unroll
-    for (int j = 0; j < kPack; ++j) {
+    for (int j = 0; j < kGroup; ++j) {
       value[j] = Positive(x[j]);
       if constexpr (kSlope) slope[j] = x[j] >= 0x1p-126f ? 1.0f : 0.0f;
     }
@@ -214,9 +216,9 @@ struct Relu {
 
 struct SquaredRelu {
   template <bool kSlope>
-  __device__ static void At(const Eight& x, const Parameters&, Eight& value, Eight& slope) {
+  __device__ static void At(const Group& x, const Parameters&, Group& value, Group& slope) {
 #pragma unroll
-    for (int j = 0; j < kPack; ++j) {
+    for (int j = 0; j < kGroup; ++j) {
       const float positive = Positive(x[j]);
       value[j] = MulFtz(positive, positive);
       if constexpr (kSlope) slope[j] = __fadd_rn(positive, positive);
@@ -226,9 +228,9 @@ struct SquaredRelu {
 
 struct Linear {
   template <bool kSlope>
-  __device__ static void At(const Eight& x, const Parameters&, Eight& value, Eight& slope) {
+  __device__ static void At(const Group& x, const Parameters&, Group& value, Group& slope) {
 #pragma unroll
-    for (int j = 0; j < kPack; ++j) {
+    for (int j = 0; j < kGroup; ++j) {
       value[j] = MulFtz(x[j], 1.0f);
       if constexpr (kSlope) slope[j] = 1.0f;
     }
@@ -237,9 +239,9 @@ struct Linear {
 
 struct ClampedLinear {
   template <bool kSlope>
-  __device__ static void At(const Eight& x, const Parameters& p, Eight& value, Eight& slope) {
+  __device__ static void At(const Group& x, const Parameters& p, Group& value, Group& slope) {
 #pragma unroll
-    for (int j = 0; j < kPack; ++j) {
+    for (int j = 0; j < kGroup; ++j) {
       value[j] = AddFtz(Min(Max(x[j], -p.limit), p.limit), p.offset);
       if constexpr (kSlope) slope[j] = fabsf(x[j]) <= p.limit ? 1.0f : 0.0f;
     }
@@ -248,8 +250,8 @@ struct ClampedLinear {
 
 // The first slice of x: value and slope of a run-time activation, the same for all threads.
 template <bool kSlope>
-__device__ inline void Activate(Activation activation, const Eight& x, const Parameters& p,
-                                Eight& value, Eight& slope) {
+__device__ inline void Activate(Activation activation, const Group& x, const Parameters& p,
+                                Group& value, Group& slope) {
   switch (activation) {
     case Activation::kGelu:
       return Gelu::At<kSlope>(x, p, value, slope);
@@ -272,8 +274,8 @@ __device__ inline void Activate(Activation activation, const Eight& x, const Par
 
 // The second slice.
 template <bool kSlope>
-__device__ inline void Gate(Activation activation, const Eight& x, const Parameters& p,
-                            Eight& value, Eight& slope) {
+__device__ inline void Gate(Activation activation, const Group& x, const Parameters& p,
+                            Group& value, Group& slope) {
   if (activation == Activation::kClampedSilu) {
     return ClampedLinear::At<kSlope>(x, p, value, slope);
   }

@@ -27,10 +27,10 @@ struct AnyPack {
   }
 
   template <Float dtype>
-  __device__ void WidenAs(Eight& v) const {
+  __device__ void WidenAs(int first, Group& v) const {
     const Pack<dtype> pack = As<dtype>();
 #pragma unroll
-    for (int j = 0; j < kPack; ++j) v[j] = __uint_as_float(pack.Bits(j));
+    for (int j = 0; j < kGroup; ++j) v[j] = __uint_as_float(pack.Bits(first + j));
   }
 
   __device__ void Load(Float dtype, const void* __restrict__ x, int64_t index, int valid,
@@ -47,12 +47,13 @@ struct AnyPack {
     Take(pack);
   }
 
-  __device__ void Widen(Float dtype, Eight& v) const {
+  // The elements from `first` on.
+  __device__ void Widen(Float dtype, int first, Group& v) const {
     if constexpr (kWide) {
-      if (dtype == Float::kF32) return WidenAs<Float::kF32>(v);
+      if (dtype == Float::kF32) return WidenAs<Float::kF32>(first, v);
     }
-    if (dtype == Float::kBf16) return WidenAs<Float::kBf16>(v);
-    WidenAs<Float::kF16>(v);
+    if (dtype == Float::kBf16) return WidenAs<Float::kBf16>(first, v);
+    WidenAs<Float::kF16>(first, v);
   }
 };
 
@@ -90,17 +91,20 @@ struct ActivationForward {
   }
 
   __device__ void Make(const Columns&, const Position&, const Raw& raw, Pack<dtype> (&h)[1]) const {
-    Eight x, value, slope;
-    raw.x[0].Widen(in.x_dtype, x);
-    Activate<false>(in.activation, x, in.parameters, value, slope);
-    if (in.slices == 2) {
-      Eight gate;
-      raw.x[1].Widen(in.x_dtype, x);
-      Gate<false>(in.activation, x, in.parameters, gate, slope);
 #pragma unroll
-      for (int j = 0; j < kPack; ++j) value[j] = MulFtz(value[j], gate[j]);
+    for (int first = 0; first < kPack; first += kGroup) {
+      Group x, value, slope;
+      raw.x[0].Widen(in.x_dtype, first, x);
+      Activate<false>(in.activation, x, in.parameters, value, slope);
+      if (in.slices == 2) {
+        Group gate;
+        raw.x[1].Widen(in.x_dtype, first, x);
+        Gate<false>(in.activation, x, in.parameters, gate, slope);
+#pragma unroll
+        for (int j = 0; j < kGroup; ++j) value[j] = MulFtz(value[j], gate[j]);
+      }
+      h[0].Round(value, first);
     }
-    h[0].Round(value);
   }
 };
 
@@ -112,19 +116,21 @@ struct Cotangents {
     AnyPack<kWide> x[kSlices];
   };
 
-  __device__ static void Make(const ActivationInput& in, const Raw& raw, Eight (&dx)[kSlices]) {
-    Eight x, dy, value, slope;
-    raw.x[0].Widen(in.x_dtype, x);
-    raw.dy.Widen(in.dy_dtype, dy);
+  // The elements from `first` on.
+  __device__ static void Make(const ActivationInput& in, const Raw& raw, int first,
+                              Group (&dx)[kSlices]) {
+    Group x, dy, value, slope;
+    raw.x[0].Widen(in.x_dtype, first, x);
     Activate<true>(in.activation, x, in.parameters, value, slope);
+    raw.dy.Widen(in.dy_dtype, first, dy);
 #pragma unroll
-    for (int j = 0; j < kPack; ++j) dx[0][j] = MulFtz(dy[j], slope[j]);
+    for (int j = 0; j < kGroup; ++j) dx[0][j] = MulFtz(dy[j], slope[j]);
     if constexpr (kSlices == 2) {
-      Eight gate, gate_slope;
-      raw.x[1].Widen(in.x_dtype, x);
+      Group gate, gate_slope;
+      raw.x[1].Widen(in.x_dtype, first, x);
       Gate<true>(in.activation, x, in.parameters, gate, gate_slope);
 #pragma unroll
-      for (int j = 0; j < kPack; ++j) {
+      for (int j = 0; j < kGroup; ++j) {
         dx[0][j] = MulFtz(dx[0][j], gate[j]);
         dx[1][j] = MulFtz(MulFtz(dy[j], value[j]), gate_slope[j]);
       }
@@ -156,10 +162,13 @@ struct ActivationBackward {
 
   __device__ void Make(const Columns&, const Position&, const Raw& raw,
                        Pack<dtype> (&h)[slices]) const {
-    Eight dx[slices];
-    Cotangents<slices, kWide>::Make(in, raw, dx);
 #pragma unroll
-    for (int s = 0; s < slices; ++s) h[s].Round(dx[s]);
+    for (int first = 0; first < kPack; first += kGroup) {
+      Group dx[slices];
+      Cotangents<slices, kWide>::Make(in, raw, first, dx);
+#pragma unroll
+      for (int s = 0; s < slices; ++s) h[s].Round(dx[s], first);
+    }
   }
 };
 
@@ -179,42 +188,39 @@ struct StraddlingBackward {
   __device__ Columns Begin(const Lane&) const { return {}; }
 
   __device__ void Load(const Position& at, Raw* raw) const {
-    Eight dy, x[2];
 #pragma unroll
     for (int j = 0; j < kPack; ++j) {
       const int64_t k = (at.k + j) % in.k;
       const bool valid = j < at.valid;
-      dy[j] = One(in.dy_dtype, in.dy, at.m * in.k + k, valid);
-      x[0][j] = One(in.x_dtype, in.x, at.m * 2 * in.k + k, valid);
-      x[1][j] = One(in.x_dtype, in.x, (at.m * 2 + 1) * in.k + k, valid);
+      raw->dy.words[j] = One(in.dy_dtype, in.dy, at.m * in.k + k, valid);
+      raw->x[0].words[j] = One(in.x_dtype, in.x, at.m * 2 * in.k + k, valid);
+      raw->x[1].words[j] = One(in.x_dtype, in.x, (at.m * 2 + 1) * in.k + k, valid);
     }
-    Hold(dy, &raw->dy);
-    Hold(x[0], &raw->x[0]);
-    Hold(x[1], &raw->x[1]);
   }
 
   __device__ void Make(const Columns&, const Position& at, const Raw& raw,
                        Pack<dtype> (&h)[1]) const {
     ActivationInput wide = in;
     wide.x_dtype = wide.dy_dtype = Float::kF32;
-    Eight dx[2], picked;
-    Cotangents<2, true>::Make(wide, raw, dx);
 #pragma unroll
-    for (int j = 0; j < kPack; ++j) picked[j] = at.k + j < in.k ? dx[0][j] : dx[1][j];
-    h[0].Round(picked);
+    for (int first = 0; first < kPack; first += kGroup) {
+      Group dx[2];
+      Cotangents<2, true>::Make(wide, raw, first, dx);
+#pragma unroll
+      for (int j = 0; j < kGroup; ++j) {
+        if (at.k + first + j >= in.k) dx[0][j] = dx[1][j];
+      }
+      h[0].Round(dx[0], first);
+    }
   }
 
-  __device__ static float One(Float type, const void* x, int64_t index, bool valid) {
-    if (!valid) return 0.0f;
-    if (type == Float::kF32) return __ldg(static_cast<const float*>(x) + index);
+  // Float32 bits.
+  __device__ static uint32_t One(Float type, const void* x, int64_t index, bool valid) {
+    if (!valid) return 0;
+    if (type == Float::kF32) return __ldg(static_cast<const uint32_t*>(x) + index);
     const uint16_t bits = __ldg(static_cast<const uint16_t*>(x) + index);
-    if (type == Float::kBf16) return __uint_as_float(uint32_t{bits} << 16);
-    return __half2float(__ushort_as_half(bits));
-  }
-
-  __device__ static void Hold(const Eight& v, AnyPack<true>* pack) {
-#pragma unroll
-    for (int j = 0; j < kPack; ++j) pack->words[j] = __float_as_uint(v[j]);
+    if (type == Float::kBf16) return uint32_t{bits} << 16;
+    return __float_as_uint(__half2float(__ushort_as_half(bits)));
   }
 };
 

@@ -211,17 +211,21 @@ __device__ inline void FuseMxfp8Tile(const Source& source, const Outputs& out, c
     MakeWaiting(source, out, at, first, waiting);
 #pragma unroll 1
     for (int held = 0; held < Shape::kHeld; ++held) {
+      // Addresses that the slices have in common would be kept from one to the next, in more
+      // registers than there are.
+      Lane lane = at;
+      if constexpr (Source::kSlices > 1) asm volatile("" : "+l"(lane.m), "+l"(lane.k));
       Pack<Source::kType> packs[kLaneRows];
 #pragma unroll
       for (int i = 0; i < kLaneRows; ++i) packs[i] = waiting[held][i][threadIdx.x];
       const int64_t s = first + held;
       const Mxfp8Slice slice = {s * out.k, Source::kSlices * out.k, s * (out.k / kMxBlock)};
       if (full) {
-        ConsumeMxfp8<true, copies, Source>(out, at, slice, packs, seen);
+        ConsumeMxfp8<true, copies, Source>(out, lane, slice, packs, seen);
       } else {
-        ConsumeMxfp8<false, copies, Source>(out, at, slice, packs, seen);
+        ConsumeMxfp8<false, copies, Source>(out, lane, slice, packs, seen);
       }
-      if (out.sums != nullptr) StoreWarpSums<Shape>(out, at, slice, packs);
+      if (out.sums != nullptr) StoreWarpSums<Shape>(out, lane, slice, packs);
     }
   }
 }

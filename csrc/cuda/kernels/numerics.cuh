@@ -112,18 +112,20 @@ struct Pack {
     }
   }
 
-  // Rounds eight elements to nearest even. They are not subnormal.
-  __device__ void Round(const float (&v)[kPack]) {
+  // Rounds kCount elements from `first` on, both even, to nearest even. They are not subnormal.
+  template <int kCount>
+  __device__ void Round(const float (&v)[kCount], int first = 0) {
 #pragma unroll
-    for (int i = 0; i < kWords; ++i) {
+    for (int i = 0; i < kCount * kBytes / 4; ++i) {
+      uint32_t& word = words[first * kBytes / 4 + i];
       if constexpr (dtype == Float::kF32) {
-        words[i] = __float_as_uint(v[i]);
+        word = __float_as_uint(v[i]);
       } else if constexpr (dtype == Float::kBf16) {
         const __nv_bfloat162 pair = __floats2bfloat162_rn(v[2 * i], v[2 * i + 1]);
-        words[i] = __bfloat16_as_ushort(pair.x) | uint32_t{__bfloat16_as_ushort(pair.y)} << 16;
+        word = __bfloat16_as_ushort(pair.x) | uint32_t{__bfloat16_as_ushort(pair.y)} << 16;
       } else {
         const __half2 pair = __floats2half2_rn(v[2 * i], v[2 * i + 1]);
-        words[i] = __half_as_ushort(pair.x) | uint32_t{__half_as_ushort(pair.y)} << 16;
+        word = __half_as_ushort(pair.x) | uint32_t{__half_as_ushort(pair.y)} << 16;
       }
     }
   }

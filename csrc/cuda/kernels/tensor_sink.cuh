@@ -111,7 +111,8 @@ __device__ inline void StoreTileSums(const Outputs& out, LaneSums (&sums)[kSlice
 
 // One block makes a tile of 128 x 128 of every slice.
 template <class Source, Copies copies>
-__global__ void __launch_bounds__(kTileThreads) TensorTileKernel(Source source, Outputs out) {
+__global__ void __launch_bounds__(kTileThreads, (Source::kFused ? 2 : 1))
+    TensorTileKernel(Source source, Outputs out) {
   if (Skips(out.noop)) return;
   constexpr int kSlices = Source::kSlices;
   // Words of 16 rows are XORed with a multiple of 4, so that the transposed reads of a warp fall
