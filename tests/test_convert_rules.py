@@ -178,7 +178,7 @@ def test_a_pattern_without_a_match_lists_near_paths():
     assert "got 'block/0/wi'" in str(error.value)
 
 
-@pytest.mark.parametrize("net", [nnx.Conv(1, 1, 1, rngs=nnx.Rngs(0)), len, []])
+@pytest.mark.parametrize("net", [nnx.Conv(1, 1, 1, rngs=nnx.Rngs(0)), [len], []])
 def test_a_model_without_layers(net):
     with pytest.raises(ValueError, match="convert: model must hold a linear layer"):
         te.convert(net)
