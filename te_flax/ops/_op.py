@@ -78,7 +78,7 @@ class KernelOp:
         handler: FFI target ``te_flax.<handler>``; None has only the reference.
         handler_attrs: fixed attributes added for the handler.
         aliases: operand -> result whose buffer it may share.
-        unit_dims: operand -> a dim that it loses for the CPU handler where its size is
+        unit_dims: operand -> a dim that it loses for the handler where its size is
             1: XLA may place such a dim anywhere in a layout, and copies the array if
             that is not where the handler has it.
         workspace: ``(*avals, **attrs) -> bytes`` of scratch memory that the CUDA
