@@ -46,7 +46,7 @@ struct TileLane {
 
 // Blocks on a multiprocessor: x takes 64 or 32 registers.
 template <Float dtype>
-constexpr int kTileBlocks = dtype == Float::kF32 ? 2 : 3;
+constexpr int kBlockResident = dtype == Float::kF32 ? 2 : 3;
 
 template <Float dtype>
 using TileData = Pack<dtype>[kTilePacks];
@@ -197,7 +197,7 @@ __device__ inline bool IsFull(const Outputs& p, const TileLane& at) {
 
 // 1 x 128 blocks of the row copy, 128 x 1 blocks of the col copy, which is transposed.
 template <Float dtype, bool kRow, bool kCol>
-__global__ void __launch_bounds__(kTileThreads, kTileBlocks<dtype>)
+__global__ void __launch_bounds__(kTileThreads, kBlockResident<dtype>)
     QuantizeBlockKernel(BlockQuantize q) {
   if (Skips(q.out.noop)) return;
   __shared__ TileCodes tile;
@@ -251,7 +251,7 @@ __device__ inline void QuantizeSquare(const BlockQuantize& q, const TileLane& at
 
 // 128 x 128 blocks, whose codes and scales both copies share.
 template <Float dtype, bool kRow, bool kCol>
-__global__ void __launch_bounds__(kTileThreads, kTileBlocks<dtype>)
+__global__ void __launch_bounds__(kTileThreads, kBlockResident<dtype>)
     QuantizeSquareKernel(BlockQuantize q) {
   if (Skips(q.out.noop)) return;
   __shared__ TileCodes tile;
