@@ -47,13 +47,14 @@ def arrays_of(op, m, k, n, scaling, *, bias=None, dtype=None, seed=0):
 
 def check(orientation, scaling, shape, out_dtype, *, split=True, bias=None, dtype=None):
     op = gemm_op(orientation, scaling, bias is not None)
-    given = arrays_of(op, *shape, scaling, bias=bias, dtype=dtype)
+    m, k, n = shape
+    given = arrays_of(op, m, k, n, scaling, bias=bias, dtype=dtype)
     (got,) = native(op, *given, **attributes(out_dtype, split))
     exact, size = gemm_oracle(
         orientation, given, k_ndim=1, scaling=scaling, bias=bias is not None
     )
     mode = "wide" if scaling in ("none", "mxfp8") else "split" if split else "fast"
-    bound = gemm_cuda_bound(size, shape[1], exact, got.dtype, mode=mode)
+    bound = gemm_cuda_bound(size, k, exact, got.dtype, mode=mode)
     assert got.dtype == np.dtype(out_dtype)
     close_to(got, exact, bound)
     error = np.linalg.norm(got.astype(np.float64) - exact) / np.linalg.norm(exact)
