@@ -109,16 +109,18 @@ __device__ inline void StoreTileSums(const Outputs& out, LaneSums (&sums)[kSlice
   }
 }
 
-// Three blocks on a multiprocessor cost a fused kernel some spills, once a thread; where much is
-// loaded ahead they would be many.
-template <class Source>
-constexpr int kTileBlocks = !Source::kFused                                       ? 1
-                            : sizeof(typename Source::Raw) * Source::kLoads <= 64 ? 3
-                                                                                  : 2;
+// Blocks on a multiprocessor. Three cost a fused kernel some spills, once a thread; where much is
+// loaded ahead they would be many. A plain quantizer takes what its loads leave.
+template <class Source, Copies copies>
+constexpr int kTileBlocks =
+    Source::kFused                 ? (sizeof(typename Source::Raw) * Source::kLoads <= 64 ? 3 : 2)
+    : Source::kType == Float::kF32 ? 2
+    : copies == Copies::kCol       ? 5
+                                   : 4;
 
 // One block makes a tile of 128 x 128 of every slice.
 template <class Source, Copies copies>
-__global__ void __launch_bounds__(kTileThreads, (kTileBlocks<Source>))
+__global__ void __launch_bounds__(kTileThreads, (kTileBlocks<Source, copies>))
     TensorTileKernel(Source source, Outputs out) {
   if (Skips(out.noop)) return;
   constexpr int kSlices = Source::kSlices;
