@@ -75,7 +75,8 @@ def produce(
     whole = k_ndim + bool(family.dim)
     copies = ("row",) * rowwise + ("col",) * colwise
     if isinstance(quantizer, MXFP8Quantizer):
-        v = Variant("mxfp8", copies, h, dbias)
+        values = tuple(copy for copy in copies if copy in quantizer.values)
+        v = Variant("mxfp8", copies, h, dbias, values=values)
         made = family(v, *arrays, format=quantizer.format, **call)
         measured = reduce_amax(made.amax, amax_axes)
         row = quantizer.tensor(made.row, made.row_scale, True, whole)
