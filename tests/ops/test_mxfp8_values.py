@@ -37,22 +37,22 @@ def expected(x, copies, values, formats, k_ndim=1):
     return results
 
 
-def check(x, copies, values, formats, k_ndim=1, run=REFERENCE):
+def check(x, copies, values, formats, k_ndim=1):
     attrs = {"k_ndim": k_ndim, **{f"{c}_format": formats[c] for c in copies}}
-    got = run(QUANTIZE_MXFP8_VALUES[copies, values], x, **attrs)
+    got = REFERENCE(QUANTIZE_MXFP8_VALUES[copies, values], x, **attrs)
     wanted = expected(x, copies, values, formats, k_ndim)
     for result, want in zip(got, wanted, strict=True):
         same_bits(result, want)
 
 
-@each
 @pytest.mark.parametrize("dtype", INPUTS, ids=str)
-def test_every_pattern_matches_the_oracle(copies, values, dtype):
+def test_every_pattern_matches_the_oracle(dtype):
     x = np.random.default_rng(0).permutation(patterns(dtype))
     finite = np.where(np.isfinite(x.astype(np.float32)), x, np.zeros_like(x))
     formats = dict(zip(AXIS, FORMATS, strict=True))
-    for v in (patterns(dtype), x, finite, special_blocks(dtype)):
-        check(np.resize(v, (v.size // 64, 64)), copies, values, formats)
+    both = ("row", "col")
+    for v in (x, finite, np.resize(special_blocks(dtype), x.size)):
+        check(np.resize(v, (v.size // 64, 64)), both, both, formats)
 
 
 @each
