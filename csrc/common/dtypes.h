@@ -38,6 +38,28 @@ inline ffi::ErrorOr<Format> FormatOf(std::string_view where, std::string_view ar
   }
 }
 
+// What a copy holds: codes of a format, or their values in bfloat16.
+struct Held {
+  Format format;
+  bool values;
+};
+
+// Of the copy "row" or "col". Values do not show the format of their codes: an attribute does.
+inline ffi::ErrorOr<Held> HeldBy(std::string_view where, std::string_view copy, ffi::DataType type,
+                                 const ffi::Dictionary& attrs) {
+  const bool values = type == ffi::DataType::BF16;
+  if (values) {
+    const std::string name = std::string(copy) + "_format";
+    if (!attrs.contains<std::string_view>(name)) {
+      return ffi::Unexpected(Invalid(where, name, "be given with values", "none", kReport));
+    }
+    type = *attrs.get<std::string_view>(name) == "e4m3" ? ffi::DataType::F8E4M3FN
+                                                        : ffi::DataType::F8E5M2;
+  }
+  TE_ASSIGN_OR_RETURN(format, FormatOf(where, copy, type));
+  return Held{format, values};
+}
+
 }  // namespace te_flax
 
 #endif  // TE_FLAX_COMMON_DTYPES_H_

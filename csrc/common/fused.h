@@ -46,6 +46,8 @@ struct FusedCall {
   uint8_t* col_scale = nullptr;
   Format row_format = Format::kE4M3;
   Format col_format = Format::kE4M3;
+  bool row_values = false;  // bfloat16 values in place of codes
+  bool col_values = false;
   float* dbias = nullptr;
   void* amax = nullptr;
   char* workspace = nullptr;
@@ -79,16 +81,17 @@ struct Has {
   }
 };
 
-inline ffi::Error AssignResults(const Has& has, FusedCall* call) {
+inline ffi::Error AssignResults(const Has& has, const ffi::Dictionary& attrs, FusedCall* call) {
   size_t at = 0;
   const auto next = [&]() -> const ffi::AnyBuffer& { return call->results[at++]; };
   if (has.h) call->h = Data<char>(next());
   for (const bool is_row : {true, false}) {
     if (!(is_row ? has.row : has.col)) continue;
     const ffi::AnyBuffer& codes = next();
-    TE_ASSIGN_OR_RETURN(format,
-                        FormatOf(call->where, is_row ? "row" : "col", codes.element_type()));
-    (is_row ? call->row_format : call->col_format) = format;
+    TE_ASSIGN_OR_RETURN(held,
+                        HeldBy(call->where, is_row ? "row" : "col", codes.element_type(), attrs));
+    (is_row ? call->row_format : call->col_format) = held.format;
+    (is_row ? call->row_values : call->col_values) = held.values;
     (is_row ? call->row : call->col) = Data<uint8_t>(codes);
     if (has.scales) (is_row ? call->row_scale : call->col_scale) = Data<uint8_t>(next());
   }
@@ -139,7 +142,7 @@ inline ffi::Error ReadFused(std::string_view where, ffi::RemainingArgs args,
   const auto extras = call->all.rets.begin() + static_cast<ptrdiff_t>(has.Count());
   call->results.assign(call->all.rets.begin(), extras);
   call->extras.assign(extras, call->all.rets.end());
-  return AssignResults(has, call);
+  return AssignResults(has, attrs, call);
 }
 
 // Checks the sizes of all results but the extras.
@@ -152,17 +155,20 @@ inline ffi::Error CheckResults(const FusedCall& call, const FusedShape& shape) {
     if (!there) return ffi::Error::Success();
     return CheckCount(call.where, name, call.results[at++], type, count);
   };
-  const auto code = [](Format format) {
+  const auto code = [](Format format, bool values) {
+    if (values) return ffi::DataType::BF16;
     return format == Format::kE4M3 ? ffi::DataType::F8E4M3FN : ffi::DataType::F8E5M2;
   };
   const auto blocks = [](int64_t n) { return (n + kBlock - 1) / kBlock; };
   constexpr ffi::DataType kByte = ffi::DataType::U8;
   const bool scales = call.scaling == Scaling::kMxfp8;
   TE_RETURN_IF_ERROR(check(call.h != nullptr, "h", kTypes[static_cast<int>(call.dtype)], size));
-  TE_RETURN_IF_ERROR(check(call.row != nullptr, "row", code(call.row_format), size));
+  TE_RETURN_IF_ERROR(
+      check(call.row != nullptr, "row", code(call.row_format, call.row_values), size));
   TE_RETURN_IF_ERROR(
       check(call.row != nullptr && scales, "row_scale", kByte, shape.rows * blocks(shape.Width())));
-  TE_RETURN_IF_ERROR(check(call.col != nullptr, "col", code(call.col_format), size));
+  TE_RETURN_IF_ERROR(
+      check(call.col != nullptr, "col", code(call.col_format, call.col_values), size));
   TE_RETURN_IF_ERROR(
       check(call.col != nullptr && scales, "col_scale", kByte, blocks(shape.rows) * shape.Width()));
   TE_RETURN_IF_ERROR(check(call.dbias != nullptr, "dbias", ffi::DataType::F32, shape.Width()));

@@ -41,12 +41,16 @@ inline ffi::Error Describe(cudaStream_t stream, const FusedCall& call, const Fus
   out->col_scale = call.col_scale;
   out->row_format = call.row_format;
   out->col_format = call.row == nullptr || call.col != nullptr ? call.col_format : call.row_format;
+  out->row_values = call.row_values;
+  out->col_values = call.col_values;
   out->sums = call.dbias == nullptr ? nullptr : reinterpret_cast<float*>(call.workspace);
   out->amax = static_cast<uint32_t*>(call.amax);
   out->aligned = shape.cols % kPack == 0 && AlignedTo(call.h, 16) && AlignedTo(call.row, 8);
   for (const void* pointer : reads) out->aligned &= AlignedTo(pointer, 16);
   if (call.scaling == Scaling::kMxfp8) {
     out->aligned &= AlignedTo(call.col, 8) && AlignedTo(call.col_scale, 8);
+    if (call.row_values) out->aligned &= AlignedTo(call.row, 16);
+    if (call.col_values) out->aligned &= AlignedTo(call.col, 16);
   }
   out->col_aligned = AlignedTo(call.col, 16) && shape.rows % 16 == 0;
   TE_RETURN_IF_ERROR(Clear(call.where, stream, out->noop, out->amax, 2 * sizeof(float)));
@@ -77,9 +81,13 @@ template <class Source>
 ffi::Error RunMxfp8(cudaStream_t stream, const FusedCall& call, const Source& source,
                     const Outputs& out) {
   if (out.m * out.k == 0) return ffi::Error::Success();
-  Mxfp8Kernel<Source, Copies::kAny>
-      <<<Blocks(Mxfp8Blocks<Source>(out), 1), Mxfp8Shape<Source>::kThreads, 0, stream>>>(source,
-                                                                                         out);
+  const unsigned blocks = Blocks(Mxfp8Blocks<Source>(out), 1);
+  constexpr int kThreads = Mxfp8Shape<Source>::kThreads;
+  if (out.row_values || out.col_values) {
+    Mxfp8Kernel<Source, Copies::kValues><<<blocks, kThreads, 0, stream>>>(source, out);
+  } else {
+    Mxfp8Kernel<Source, Copies::kAny><<<blocks, kThreads, 0, stream>>>(source, out);
+  }
   return FinishSums(stream, call, Source::kSlices * out.k, out);
 }
 

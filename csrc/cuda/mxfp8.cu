@@ -27,29 +27,32 @@ ffi::Error TakeCopy(cudaStream_t stream, const Outputs& p, std::string_view name
   return Clear(kWhere, stream, p.noop, scales.untyped_data(), bytes);
 }
 
-ffi::Error Describe(cudaStream_t stream, const Operands& all, const void* x, bool row, bool col,
-                    Outputs* p) {
+ffi::Error Describe(cudaStream_t stream, const Operands& all, const ffi::Dictionary& attrs,
+                    const void* x, bool row, bool col, Outputs* p) {
   size_t next = 0;
   if (row) {
     const ffi::AnyBuffer &codes = all.rets[next], &scales = all.rets[next + 1];
-    TE_ASSIGN_OR_RETURN(format, FormatOf(kWhere, "row", codes.element_type()));
+    TE_ASSIGN_OR_RETURN(held, HeldBy(kWhere, "row", codes.element_type(), attrs));
     TE_RETURN_IF_ERROR(TakeCopy(stream, *p, "row", codes, scales, p->m, CeilDiv(p->k, kMxBlock)));
-    p->row_format = format;
+    p->row_format = held.format;
+    p->row_values = held.values;
     p->row = static_cast<uint8_t*>(codes.untyped_data());
     p->row_scale = static_cast<uint8_t*>(scales.untyped_data());
     next += 2;
   }
   if (col) {
     const ffi::AnyBuffer &codes = all.rets[next], &scales = all.rets[next + 1];
-    TE_ASSIGN_OR_RETURN(format, FormatOf(kWhere, "col", codes.element_type()));
+    TE_ASSIGN_OR_RETURN(held, HeldBy(kWhere, "col", codes.element_type(), attrs));
     // Swizzled column scales are those of the transpose, [k, m / 32].
     TE_RETURN_IF_ERROR(TakeCopy(stream, *p, "col", codes, scales, p->k, CeilDiv(p->m, kMxBlock)));
-    p->col_format = format;
+    p->col_format = held.format;
+    p->col_values = held.values;
     p->col = static_cast<uint8_t*>(codes.untyped_data());
     p->col_scale = static_cast<uint8_t*>(scales.untyped_data());
   }
-  p->aligned = AlignedTo(x, 16) && AlignedTo(p->row, 8) && AlignedTo(p->col, 8) &&
-               AlignedTo(p->col_scale, 8) && p->k % kPack == 0;
+  p->aligned = AlignedTo(x, 16) && AlignedTo(p->row, p->row_values ? 16 : 8) &&
+               AlignedTo(p->col, p->col_values ? 16 : 8) && AlignedTo(p->col_scale, 8) &&
+               p->k % kPack == 0;
   TE_RETURN_IF_ERROR(CheckCount(kWhere, "amax", all.rets.back(), ffi::DataType::F32, 2));
   p->amax = static_cast<uint32_t*>(all.rets.back().untyped_data());
   return Clear(kWhere, stream, p->noop, p->amax, 2 * sizeof(float));
@@ -61,7 +64,9 @@ void Launch(cudaStream_t stream, Float dtype, const void* x, const Outputs& p) {
     const Source source = {x, p.k};
     const unsigned blocks = Blocks(Mxfp8Blocks<Source>(p), 1);
     constexpr int kThreads = Mxfp8Shape<Source>::kThreads;
-    if (p.col == nullptr) {
+    if (p.row_values || p.col_values) {
+      Mxfp8Kernel<Source, Copies::kValues><<<blocks, kThreads, 0, stream>>>(source, p);
+    } else if (p.col == nullptr) {
       Mxfp8Kernel<Source, Copies::kRow><<<blocks, kThreads, 0, stream>>>(source, p);
     } else if (p.row == nullptr) {
       Mxfp8Kernel<Source, Copies::kCol><<<blocks, kThreads, 0, stream>>>(source, p);
@@ -90,7 +95,7 @@ ffi::Error QuantizeMxfp8Impl(cudaStream_t stream, ffi::RemainingArgs args, ffi::
     TE_ASSIGN_OR_RETURN(flag, TakeNoop(kWhere, stream, all));
     p.noop = flag;
   }
-  TE_RETURN_IF_ERROR(Describe(stream, all, x.untyped_data(), row, col, &p));
+  TE_RETURN_IF_ERROR(Describe(stream, all, attrs, x.untyped_data(), row, col, &p));
   if (p.m * p.k == 0) return ffi::Error::Success();
   Launch(stream, dtype, x.untyped_data(), p);
   return CudaStatus(kWhere, cudaGetLastError());
@@ -99,7 +104,9 @@ ffi::Error QuantizeMxfp8Impl(cudaStream_t stream, ffi::RemainingArgs args, ffi::
 }  // namespace
 
 // Operands: [noop f32[1]] x [M.. K..] [previous results]; results: [row, row_scale] [col,
-// col_scale] amax f32[2]. Attributes: row, col, swizzled, noop (bool), k_ndim (int64).
+// col_scale] amax f32[2]. Attributes: row, col, swizzled, noop (bool), k_ndim (int64), and where a
+// copy holds bfloat16 values row_format, col_format. The ops with such copies are
+// quantize_mxfp8_values: the CPU has no handler for them.
 XLA_FFI_DEFINE_HANDLER_SYMBOL(QuantizeMxfp8, QuantizeMxfp8Impl,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::PlatformStream<cudaStream_t>>()

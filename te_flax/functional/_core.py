@@ -194,12 +194,13 @@ def gradients(
 ) -> tuple[Array, Array]:
     """Computes ``dx = dy . kernel^T`` and ``dkernel = x^T . dy`` from one dy."""
     rowwise, colwise = cast(ScaledTensor, dy.rowwise), cast(ScaledTensor, dy.colwise)
+    x, kernel = _like(res.x, colwise, config), _like(res.kernel, rowwise, config)
     options: dict[str, Any] = {"precision": config.precision, "impl": config.impl}
     ndim = rowwise.ndim
     tokens = range(ndim - (k_type.ndim - k_ndim))
     dx = gemm(
         rowwise,
-        res.kernel,
+        kernel,
         contracting_dims=(range(len(tokens), ndim), range(k_ndim, k_type.ndim)),
         out_dtype=x_type.dtype,
         split_accumulator=config.split_accumulator[1],
@@ -207,7 +208,7 @@ def gradients(
         **options,
     )
     dkernel = gemm(
-        res.x,
+        x,
         colwise,
         contracting_dims=(tokens, tokens),
         batch_dims=(tokens, tokens),
@@ -337,10 +338,18 @@ def _placed(config: DenseConfig, x: ScaledTensor | None) -> ScaledTensor:
     return dataclasses.replace(x, data=config.operand(x.data))
 
 
+def _like(saved: ScaledTensor, other: ScaledTensor, config: DenseConfig):
+    """Saved codes as the values that the other operand of their product holds."""
+    if saved.scaling == "none" or not other.holds_values:
+        return saved
+    values = saved.dequantize(other.data.dtype, impl=config.impl)
+    return dataclasses.replace(saved, data=values, scale=None, scaling="none")
+
+
 def _named(config: DenseConfig, x: ScaledTensor | None) -> ScaledTensor:
     """The copy under the name that checkpoint policies know."""
     x = cast(ScaledTensor, x)
-    if x.scaling == "none":
+    if x.format is None:
         return x
     return jax.tree.map(lambda a: _name(a, config.checkpoint_name), x)
 

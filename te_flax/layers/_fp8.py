@@ -17,7 +17,7 @@ def gemm_config(recipe: Recipe | None, fp8: Fp8State, **common: Any) -> DenseCon
         return DenseConfig(**common)
     delayed = isinstance(recipe, DelayedScaling)
     return DenseConfig(
-        **recipe.quantizers()._asdict(),
+        **recipe.operands()._asdict(),
         split_accumulator=recipe.split_accumulator,
         amax_axes=amax_axes(fp8),
         report_dy=delayed and not fp8.use_running_average,
@@ -74,7 +74,7 @@ def quantize_kernel(
     scale = fp8.scales(recipe)[1] if delayed else None
 
     def quantize(kernel: Array, scale: Scale | None) -> Quantized:
-        return recipe.quantizers().kernel(
+        return recipe.operands().kernel(
             kernel,
             k_ndim=n_ndim,
             rowwise=True,

@@ -16,12 +16,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from te_flax.errors import message
-from te_flax.ops import _bits, mxfp8, quantize
+from te_flax.ops import _bits, quantize
 from te_flax.ops._op import Case, KernelOp
+from te_flax.ops.mxfp8_values import quantize_values
 from te_flax.typing import FLOATS, FP8, Array
 
 SCALINGS = ("none", "tensor", "mxfp8")
-COPIES = (("row",), ("col",), ("row", "col"))
+_BOTH = ("row", "col")
+COPIES = (("row",), ("col",), _BOTH)
+# (copies, those of values): of an operand x in inference and in training, and of dy.
+X_VALUES = ((("row",), ("row",)), (_BOTH, ("row",)))
+DY_VALUES = ((_BOTH, _BOTH),)
 _OUT_DTYPES = tuple(np.dtype(t).name for t in FLOATS)
 
 
@@ -34,6 +39,8 @@ class Variant(NamedTuple):
         h: whether h itself is returned.
         dbias: whether the sum of h over the tokens is.
         noop: whether a flag keeps the previous results, which are operands then.
+        values: the copies that hold the values of their codes in bfloat16; "mxfp8"
+            alone has such variants.
     """
 
     scaling: str = "none"
@@ -41,11 +48,13 @@ class Variant(NamedTuple):
     h: bool = True
     dbias: bool = False
     noop: bool = False
+    values: tuple[str, ...] = ()
 
     @property
     def suffix(self) -> str:
         """What the variant adds to the family's name."""
         words = ["mxfp8" if self.scaling == "mxfp8" else "", "".join(self.copies)]
+        words += [f"{''.join(self.values)}values" if self.values else ""]
         words += ["h" if self.h and self.copies else "", "dbias" if self.dbias else ""]
         words += ["noop" if self.noop else ""]
         return "".join(f"_{word}" for word in words if word)
@@ -56,7 +65,7 @@ class Fused(NamedTuple):
 
     Attributes:
         h: ``[M.., K..]`` of ``out_dtype``.
-        row: codes like h.
+        row: codes like h, or their values.
         row_scale: e8m0 bytes, ``[M.., ceil(K/32)]``.
         col: codes, ``[K.., M..]`` under tensor scaling, else like h.
         col_scale: e8m0 bytes, ``[ceil(M/32), K..]``.
@@ -162,13 +171,17 @@ class Family:
 
 
 def variants(
-    *, dbias: tuple[bool, ...] = (False,), h: tuple[bool, ...] = (False, True)
+    *,
+    dbias: tuple[bool, ...] = (False,),
+    h: tuple[bool, ...] = (False, True),
+    values: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (),
 ) -> tuple[Variant, ...]:
-    """Returns the full product of layouts, h, dbias and noop.
+    """Returns the full product of layouts, h, dbias and noop, and those of values.
 
     Args:
         dbias: whether variants with, without or both exist.
         h: likewise for the variants that return codes.
+        values: the copies, and those of them that hold values, of further variants.
 
     Returns:
         The variants.
@@ -187,6 +200,11 @@ def variants(
             for copies in COPIES
             for with_h in h
         ]
+    found += [
+        Variant("mxfp8", copies, with_h, with_dbias, values=of_values)
+        for copies, of_values in values
+        for with_h, with_dbias in itertools.product(h, dbias)
+    ]
     return tuple(found)
 
 
@@ -212,7 +230,7 @@ def _quantized(h: Array, v: Variant, scale: tuple, k_ndim: int, formats: Mapping
     if v.scaling == "tensor":
         return quantize._quantize(h, *scale, k_ndim=k_ndim, **formats)
     if v.scaling == "mxfp8":
-        return mxfp8._quantize_mxfp8(h, k_ndim=k_ndim, swizzled=False, **formats)
+        return quantize_values(h, k_ndim=k_ndim, values=v.values, **formats)
     return (_bits.amax(_bits.widen(h)),)
 
 
@@ -297,7 +315,7 @@ def _declare(family: Family, v: Variant) -> KernelOp:
         reduce=tuple(reduced.get(name) for name in results),
         replicated=family.replicated,
         batch_group="M",
-        handler=family.handler,
+        handler=f"{family.handler}_values" if v.values else family.handler,
         handler_attrs={
             **family.handler_attrs,
             "scaling": v.scaling,

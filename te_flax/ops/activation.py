@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from te_flax.errors import message
-from te_flax.ops._fused import Family, variants
+from te_flax.ops._fused import DY_VALUES, X_VALUES, Family, variants
 from te_flax.typing import FLOATS, Array, wider
 
 _GELU = 2 * math.sqrt(2 / math.pi)
@@ -197,7 +197,7 @@ ACT_FWD = Family(
     replicated=("A",),
     handler="act_fwd",
     unit_dims={"x": "A"},
-    variants=variants(),
+    variants=variants(values=X_VALUES),
     examples=_EXAMPLES,
 )
 ACT_BWD = Family(
@@ -210,7 +210,7 @@ ACT_BWD = Family(
     replicated=("A",),
     handler="act_bwd",
     unit_dims={"x": "A"},
-    variants=variants(dbias=(False, True)),
+    variants=variants(dbias=(False, True), values=DY_VALUES),
     examples=_EXAMPLES,
 )
 
@@ -226,6 +226,6 @@ QUANTIZE_DBIAS = Family(
     operands={"x": "M.. K.."},
     dtypes={"x": FLOATS},
     handler="quantize_dbias",
-    variants=variants(dbias=(True,), h=(False,)),
+    variants=variants(dbias=(True,), h=(False,), values=DY_VALUES),
     examples={"ragged": ({}, {})},
 )

@@ -50,7 +50,7 @@ def produce(
 
     One pass where the scales are known beforehand (delayed scaling) or local (MXFP8);
     current scaling takes the amax from the function's pass and reads h once more;
-    other quantizers read h.
+    other quantizers, and MXFP8 with values that the family does not make, read h.
 
     Args:
         quantizer: of the result.
@@ -74,9 +74,9 @@ def produce(
     call = {"k_ndim": k_ndim, "out_dtype": out_dtype, "impl": impl, **attrs}
     whole = k_ndim + bool(family.dim)
     copies = ("row",) * rowwise + ("col",) * colwise
-    if isinstance(quantizer, MXFP8Quantizer):
-        v = Variant("mxfp8", copies, h, dbias)
-        made = family(v, *arrays, format=quantizer.format, **call)
+    fused = _mxfp8_variant(quantizer, family, copies, h, dbias)
+    if isinstance(quantizer, MXFP8Quantizer) and fused:
+        made = family(fused, *arrays, format=quantizer.format, **call)
         measured = reduce_amax(made.amax, amax_axes)
         row = quantizer.tensor(made.row, made.row_scale, True, whole)
         col = quantizer.tensor(made.col, made.col_scale, False, whole)
@@ -97,6 +97,17 @@ def produce(
             **call,
         )
     return Produced(Quantized(row, col, measured), made.h, made.dbias, made.extras)
+
+
+def _mxfp8_variant(
+    quantizer: Quantizer, family: Family, copies: tuple[str, ...], h: bool, dbias: bool
+) -> Variant | None:
+    """The variant that quantizes to MXFP8 in the function's pass, if there is one."""
+    if not isinstance(quantizer, MXFP8Quantizer):
+        return None
+    values = tuple(copy for copy in copies if copy in quantizer.values)
+    v = Variant("mxfp8", copies, h, dbias, values=values)
+    return v if v in family.ops else None
 
 
 def _apart(
@@ -163,7 +174,9 @@ def quantize_dbias(
         "amax_axes": amax_axes,
         "impl": impl,
     }
-    if dbias and isinstance(quantizer, TensorQuantizer | MXFP8Quantizer):
+    copies = ("row",) * rowwise + ("col",) * colwise
+    fused = _mxfp8_variant(quantizer, QUANTIZE_DBIAS, copies, False, True)
+    if dbias and (fused or isinstance(quantizer, TensorQuantizer)):
         measured = None
         if scale is None and isinstance(quantizer, TensorQuantizer):
             measured = reduce_amax(AMAX(x, impl=impl)[0], amax_axes)

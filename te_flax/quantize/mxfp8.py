@@ -2,16 +2,27 @@
 
 import dataclasses
 
+from te_flax.errors import message
 from te_flax.ops._bits import check_format
 from te_flax.ops.mxfp8 import (
     QUANTIZE_MXFP8_COL,
     QUANTIZE_MXFP8_ROW,
     QUANTIZE_MXFP8_ROWCOL,
 )
+from te_flax.ops.mxfp8_values import QUANTIZE_MXFP8_VALUES
+from te_flax.ops.products import products as products
 from te_flax.quantize.mailbox import reduce_amax
 from te_flax.quantize.quantizer import Quantized, Scale, check_orientations
 from te_flax.quantize.tensor import ScaledTensor
 from te_flax.typing import Array
+
+# (copies, those of values) -> op
+_OPS = {
+    (("row",), ()): QUANTIZE_MXFP8_ROW,
+    (("col",), ()): QUANTIZE_MXFP8_COL,
+    (("row", "col"), ()): QUANTIZE_MXFP8_ROWCOL,
+    **QUANTIZE_MXFP8_VALUES,
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -20,9 +31,11 @@ class MXFP8Quantizer:
 
     Args:
         format: ``"e4m3"`` or ``"e5m2"``.
+        values: of ``"row"`` and ``"col"`` the copies that hold the values of their
+            codes in bfloat16, exact, for a product that takes no MXFP8 codes.
 
     Raises:
-        ValueError: there is no such format.
+        ValueError: there is no such format or copy.
 
     Example:
         >>> import jax.numpy as jnp
@@ -38,10 +51,17 @@ class MXFP8Quantizer:
     """
 
     format: str = "e4m3"
+    values: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        """Checks the format."""
+        """Checks both fields."""
         check_format("MXFP8Quantizer", "format", self.format)
+        if self.values not in ((), ("row",), ("col",), ("row", "col")):
+            rule = "be a tuple of 'row' and 'col', in that order"
+            remedy = "use () for codes"
+            raise ValueError(
+                message("MXFP8Quantizer", "values", rule, repr(self.values), remedy)
+            )
 
     def __call__(
         self,
@@ -57,37 +77,34 @@ class MXFP8Quantizer:
     ) -> Quantized:
         """Quantizes ``x``; see :class:`te_flax.quantize.quantizer.Quantizer`."""
         check_orientations("MXFP8Quantizer", rowwise, colwise)
-        row = col = row_scale = col_scale = None
-        if rowwise and colwise:
-            row, row_scale, col, col_scale, measured = QUANTIZE_MXFP8_ROWCOL(
-                x,
-                row_format=self.format,
-                col_format=self.format,
-                k_ndim=k_ndim,
-                impl=impl,
-            )
-        elif rowwise:
-            row, row_scale, measured = QUANTIZE_MXFP8_ROW(
-                x, row_format=self.format, k_ndim=k_ndim, impl=impl
-            )
-        else:
-            col, col_scale, measured = QUANTIZE_MXFP8_COL(
-                x, col_format=self.format, k_ndim=k_ndim, impl=impl
-            )
-
+        copies = ("row",) * rowwise + ("col",) * colwise
+        values = tuple(copy for copy in copies if copy in self.values)
+        *arrays, measured = _OPS[copies, values](
+            x,
+            **{f"{copy}_format": self.format for copy in copies},
+            k_ndim=k_ndim,
+            impl=impl,
+        )
+        found = dict(
+            zip(copies, zip(arrays[::2], arrays[1::2], strict=True), strict=True)
+        )
         measured = reduce_amax(measured, amax_axes)
         return Quantized(
-            self.tensor(row, row_scale, True, k_ndim),
-            self.tensor(col, col_scale, False, k_ndim),
+            self.tensor(*found.get("row", (None, None)), True, k_ndim),
+            self.tensor(*found.get("col", (None, None)), False, k_ndim),
             measured,
         )
 
     def tensor(
         self, data: Array | None, scale: Array | None, rowwise: bool, k_ndim: int
     ) -> ScaledTensor | None:
-        """Wraps the codes of one copy; None stays None."""
+        """Wraps the codes or values of one copy; None stays None."""
         if data is None:
             return None
+        if ("row" if rowwise else "col") in self.values:
+            return ScaledTensor(
+                data=data, rowwise=rowwise, k_ndim=k_ndim, format=self.format
+            )
         return ScaledTensor(
             data=data,
             scale=scale,

@@ -55,7 +55,8 @@ class ScaledTensor:
             one that it contracts over ``M..``.
         transposed: whether ``data`` holds ``[K.., M..]``.
         k_ndim: number of dims in ``K..``.
-        format: ``"e4m3"``, ``"e5m2"``, ``"e2m1"`` or None without quantization.
+        format: ``"e4m3"``, ``"e5m2"``, ``"e2m1"`` or None without quantization. With
+            a format and scaling ``"none"``, ``data`` are the values of such codes.
         hadamard: whether each 16 elements along ``M..`` hold their Hadamard transform
             (M then rounded up to whole blocks).
         logical_shape: ``[M.., K..]`` where the data do not show it: under NVFP4.
@@ -105,6 +106,11 @@ class ScaledTensor:
         """``scale`` with its dims in the order of ``data``; 2-D blocks share one."""
         turned = self.transposed and self.scaling.endswith("_2d")
         return self.scale.T if turned and self.scale is not None else self.scale
+
+    @property
+    def holds_values(self) -> bool:
+        """Whether ``data`` are the values of codes, to be multiplied as they are."""
+        return self.scaling == "none" and self.format is not None
 
     @property
     def nbytes(self) -> int:

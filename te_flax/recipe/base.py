@@ -48,6 +48,13 @@ class Recipe:
         """The quantizers of x, kernel and dy."""
         return Quantizers(Identity(), Identity(), Identity())
 
+    def operands(self) -> Quantizers:
+        """The quantizers as this machine's products read their copies.
+
+        Read once, where a layer is called: both passes then agree.
+        """
+        return self.quantizers()
+
 
 @dataclasses.dataclass(frozen=True)
 class HighPrecision(Recipe):

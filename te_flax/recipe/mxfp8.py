@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from te_flax.quantize.mxfp8 import MXFP8Quantizer
+from te_flax.quantize.mxfp8 import MXFP8Quantizer, products
 from te_flax.recipe.base import Quantizers, Recipe, check_choice
 
 
@@ -36,3 +36,18 @@ class MXFP8BlockScaling(Recipe):
     def quantizers(self) -> Quantizers:
         """The quantizers of x, kernel and dy."""
         return Quantizers(*(MXFP8Quantizer(format=name) for name in self.formats))
+
+    def operands(self) -> Quantizers:
+        """As quantizers(), with values for products that take no codes.
+
+        What a pass keeps for the other one is codes: the colwise copy of x, the
+        rowwise copy of the kernel.
+        """
+        x, kernel, dy = self.quantizers()
+        if products("mxfp8") == "codes":
+            return Quantizers(x, kernel, dy)
+        return Quantizers(
+            dataclasses.replace(x, values=("row",)),
+            dataclasses.replace(kernel, values=("col",)),
+            dataclasses.replace(dy, values=("row", "col")),
+        )

@@ -16,7 +16,8 @@ from te_flax.testing.numerics import close_to, sum_bound
 from te_flax.testing.patterns import same_bits
 
 FAMILIES = {family.name: family for family in (ACT_FWD, ACT_BWD, QUANTIZE_DBIAS)}
-HANDLERS = ("act_fwd", "act_bwd", "quantize_dbias", "norm_fwd", "norm_bwd")
+_NAMES = ("act_fwd", "act_bwd", "quantize_dbias", "norm_fwd", "norm_bwd")
+HANDLERS = (*_NAMES, *(f"{name}_values" for name in _NAMES))
 CONTRACT = (  # stand for all in tests/ops/test_contract.py
     "act_bwd_mxfp8_rowcol_h_dbias",
     "act_bwd_rowcol_h_dbias_noop",
@@ -83,9 +84,14 @@ def h_of(found, own):
     return found.get("h", own[-1])
 
 
+def of_codes(family: Family) -> list[Variant]:
+    """The variants whose copies hold codes; test_mxfp8_values.py has the others."""
+    return [v for v in family.variants if not v.values]
+
+
 def full(family: Family, scaling: str) -> Variant:
     """The variant that returns all there is."""
-    last = [v for v in family.variants if v.scaling == scaling and not v.noop]
+    last = [v for v in of_codes(family) if v.scaling == scaling and not v.noop]
     return max(last, key=lambda v: (len(v.copies), v.h, v.dbias))
 
 

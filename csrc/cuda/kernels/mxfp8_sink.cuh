@@ -5,6 +5,7 @@
 
 #include "cuda/kernels/amax.cuh"
 #include "cuda/kernels/column_sum.cuh"
+#include "cuda/kernels/dequantize.cuh"
 #include "cuda/kernels/source.cuh"
 
 namespace te_flax::cuda {
@@ -39,8 +40,29 @@ __device__ inline uint2 BlockCodes(const Pack<dtype>& pack, uint32_t e8m0, Forma
   return Encode8(v, format);
 }
 
-// Row codes and scales of one warp's tile. With kFull every pack is whole and aligned.
-template <bool kFull, Float dtype>
+// Stores code * 2^(e8m0 - 127) as bfloat16, which is what dequantize_mxfp8 makes of the codes.
+__device__ inline void StoreCodeValues(void* to, int64_t index, uint2 codes, Format format,
+                                       const uint32_t (&e8m0)[kPack], int valid, bool aligned) {
+  float v[kPack];
+  Decode8(codes, format, v);
+  bool plain = true;  // no product is subnormal or NaN
+#pragma unroll
+  for (int j = 0; j < kPack; ++j) plain &= e8m0[j] - 64 < 255 - 64;
+  if (plain) {
+    Pack<Float::kBf16> pack;
+#pragma unroll
+    for (int j = 0; j < kPack; ++j) v[j] = __fmul_rn(v[j], __uint_as_float(e8m0[j] << 23));
+    pack.Round(v);
+    pack.Store(to, index, valid, aligned);
+    return;
+  }
+#pragma unroll
+  for (int j = 0; j < kPack; ++j) v[j] = Factor::OfE8m0(e8m0[j]).Apply(v[j]);
+  StoreValues<Float::kBf16>(to, index, v, valid, aligned);
+}
+
+// Row codes (or values) and scales of one warp's tile. With kFull every pack is whole and aligned.
+template <bool kFull, Copies copies, Float dtype>
 __device__ inline void StoreRows(const Outputs& out, const Lane& at, const Mxfp8Slice& slice,
                                  const Pack<dtype> (&packs)[kLaneRows],
                                  uint32_t (&largest)[kLaneRows]) {
@@ -50,22 +72,29 @@ __device__ inline void StoreRows(const Outputs& out, const Lane& at, const Mxfp8
   uint8_t* scale =
       out.row_scale + (out.swizzled ? SwizzledIndex(at.m, block, blocks) : at.m * blocks + block);
   const int64_t step = out.swizzled ? 64 : 4 * blocks;
-  uint8_t* row = out.row + at.m * slice.stride + slice.first + at.k;
+  int64_t index = at.m * slice.stride + slice.first + at.k;
 #pragma unroll
-  for (int i = 0; i < kLaneRows; ++i, row += 4 * slice.stride, scale += step) {
+  for (int i = 0; i < kLaneRows; ++i, index += 4 * slice.stride, scale += step) {
     uint32_t amax = largest[i];
     amax = max(amax, __shfl_xor_sync(~0u, amax, 1));
     amax = max(amax, __shfl_xor_sync(~0u, amax, 2));
     const uint32_t e8m0 = BlockScale(amax, out.row_format);
     const int valid = kFull ? kPack : at.m + 4 * i < out.m ? at.valid : 0;
     const uint2 codes = BlockCodes(packs[i], e8m0, out.row_format);
-    StoreCodes(row, codes, valid, kFull || out.aligned);
+    if (copies == Copies::kValues && out.row_values) {
+      const uint32_t exponents[kPack] = {e8m0, e8m0, e8m0, e8m0, e8m0, e8m0, e8m0, e8m0};
+      StoreCodeValues(out.row, index, codes, out.row_format, exponents, valid,
+                      kFull || out.aligned);
+    } else {
+      StoreCodes(out.row + index, codes, valid, kFull || out.aligned);
+    }
     if (threadIdx.x % 4 == 0 && valid > 0) *scale = static_cast<uint8_t>(e8m0);
   }
 }
 
-// Column codes and scales of one warp's tile; `columns` holds the lane's largest magnitudes.
-template <bool kFull, Float dtype>
+// Column codes (or values) and scales of one warp's tile; `columns` holds the lane's largest
+// magnitudes.
+template <bool kFull, Copies copies, Float dtype>
 __device__ inline void StoreColumns(const Outputs& out, const Lane& at, const Mxfp8Slice& slice,
                                     const Pack<dtype> (&packs)[kLaneRows], Pack<dtype>& columns) {
 #pragma unroll
@@ -86,9 +115,9 @@ __device__ inline void StoreColumns(const Outputs& out, const Lane& at, const Mx
     factors[j] = BlockFactor(scales[j]);
     infinite |= scales[j] == 254;
   }
-  uint8_t* col = out.col + at.m * slice.stride + slice.first + at.k;
+  int64_t index = at.m * slice.stride + slice.first + at.k;
 #pragma unroll
-  for (int i = 0; i < kLaneRows; ++i, col += 4 * slice.stride) {
+  for (int i = 0; i < kLaneRows; ++i, index += 4 * slice.stride) {
     float v[kPack];
 #pragma unroll
     for (int j = 0; j < kPack; ++j) v[j] = MulFtz(__uint_as_float(packs[i].Bits(j)), factors[j]);
@@ -97,7 +126,12 @@ __device__ inline void StoreColumns(const Outputs& out, const Lane& at, const Mx
       for (int j = 0; j < kPack; ++j) v[j] = MulFtz(v[j], scales[j] == 254 ? 0x1p-64f : 1.0f);
     }
     const int valid = kFull ? kPack : at.m + 4 * i < out.m ? at.valid : 0;
-    StoreCodes(col, Encode8(v, out.col_format), valid, kFull || out.aligned);
+    const uint2 codes = Encode8(v, out.col_format);
+    if (copies == Copies::kValues && out.col_values) {
+      StoreCodeValues(out.col, index, codes, out.col_format, scales, valid, kFull || out.aligned);
+    } else {
+      StoreCodes(out.col + index, codes, valid, kFull || out.aligned);
+    }
   }
   const int64_t block = at.m / kMxBlock;
   if (threadIdx.x % 32 >= 8 || block * kMxBlock >= out.m) return;
@@ -181,8 +215,8 @@ __device__ inline void ConsumeMxfp8(const Outputs& out, const Lane& at, const Mx
     largest[i] = abs.Largest();
     seen->Join(largest[i], packs[i]);
   }
-  if (HasRow<copies>(out)) StoreRows<kFull>(out, at, slice, packs, largest);
-  if (HasCol<copies>(out)) StoreColumns<kFull>(out, at, slice, packs, columns);
+  if (HasRow<copies>(out)) StoreRows<kFull, copies>(out, at, slice, packs, largest);
+  if (HasCol<copies>(out)) StoreColumns<kFull, copies>(out, at, slice, packs, columns);
 }
 
 // One warp's tile of a plain quantizer: x stays in registers.
@@ -226,12 +260,16 @@ __device__ inline void FuseMxfp8Tile(const Source& source, const Outputs& out, c
   }
 }
 
-// Two blocks of 256 threads on a multiprocessor where x takes 64 registers, or both copies need
-// their factors; three would spill there. Elsewhere three are 9 to 14 % faster.
+// Blocks of 256 threads on a multiprocessor. Two where x takes 64 registers, or both copies need
+// their factors; three would spill there. Elsewhere three are 9 to 14 % faster. x in 64 registers
+// and values would spill with two.
+template <Float dtype, Copies copies>
+constexpr int kMxOccupancy = dtype == Float::kF32 ? (copies == Copies::kValues ? 1 : 2)
+                             : copies == Copies::kBoth || kAtRunTime<copies> ? 2
+                                                                             : 3;
+
 template <class Source, Copies copies>
-constexpr int kMxBlocks =
-    256 / Mxfp8Shape<Source>::kThreads *
-    (Source::kType == Float::kF32 || copies == Copies::kBoth || copies == Copies::kAny ? 2 : 3);
+constexpr int kMxBlocks = 256 / Mxfp8Shape<Source>::kThreads * kMxOccupancy<Source::kType, copies>;
 
 // A warp makes 32 rows x 64 columns: lane % 8 chooses 8 columns, lane / 8 the rows. The four lanes
 // of a row block are neighbours and those of a column block 8 apart, so that two shuffles join

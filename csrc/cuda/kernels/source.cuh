@@ -38,6 +38,7 @@ struct Outputs {
   float* sums;     // [ceil(m / kSumRows), slices, k], to be joined by JoinSums
   uint32_t* amax;  // [2], zeros before the launch
   Format row_format, col_format;
+  bool row_values, col_values;  // MXFP8: the copy holds bfloat16 values of the codes
   bool swizzled;
   // 16-byte accesses of 16-bit and float32 arrays and 8-byte stores of row (with MXFP8 of every
   // copy) wherever a pack is whole; what the Source reads is part of it.
@@ -45,17 +46,21 @@ struct Outputs {
   bool col_aligned;  // tensor scaling: 16-byte stores of col wherever 16 rows are valid
 };
 
-// The copies that a kernel makes: settled when it is compiled, or kAny, those with a pointer.
-enum class Copies { kRow, kCol, kBoth, kAny };
+// The copies that a kernel makes: settled when it is compiled, or those with a pointer: kAny, and
+// kValues, which of MXFP8 may hold values instead of codes.
+enum class Copies { kRow, kCol, kBoth, kAny, kValues };
+
+template <Copies copies>
+constexpr bool kAtRunTime = copies == Copies::kAny || copies == Copies::kValues;
 
 template <Copies copies>
 __device__ inline bool HasRow(const Outputs& out) {
-  return copies == Copies::kAny ? out.row != nullptr : copies != Copies::kCol;
+  return kAtRunTime<copies> ? out.row != nullptr : copies != Copies::kCol;
 }
 
 template <Copies copies>
 __device__ inline bool HasCol(const Outputs& out) {
-  return copies == Copies::kAny ? out.col != nullptr : copies != Copies::kRow;
+  return kAtRunTime<copies> ? out.col != nullptr : copies != Copies::kRow;
 }
 
 // A warp's lanes work on tiles of 32 rows: a lane has 8 columns from k of the rows m, m + 4, ..,
