@@ -353,6 +353,7 @@ struct NormSource {
   static constexpr int kSlices = 1;
   static constexpr int kLoads = in == Float::kF32 ? 2 : 4;
   static constexpr bool kFused = true;
+  static constexpr bool kSums = false;
   using Columns = Parameters;
   struct Raw {
     Pack<in> x;
