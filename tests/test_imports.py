@@ -162,4 +162,6 @@ def test_handler_table_equals_the_declared_ops():
         tables[table] = set(names)
         assert len(names) == len(tables[table])
     assert set().union(*tables.values()) == declared
-    assert tables["handlers_cuda.def"] - tables["handlers.def"] == {"gemm"}
+    only_cuda = tables["handlers_cuda.def"] - tables["handlers.def"]
+    only_cuda -= {"gemm", "history_to_scale", "push_amaxes", "push_letter"}
+    assert all(name.endswith("_values") for name in only_cuda)

@@ -43,11 +43,12 @@ class MXFP8BlockScaling(Recipe):
         What a pass keeps for the other one is codes: the colwise copy of x, the
         rowwise copy of the kernel.
         """
-        x, kernel, dy = self.quantizers()
         if products("mxfp8") == "codes":
-            return Quantizers(x, kernel, dy)
+            return self.quantizers()
+        values = ("row",), ("col",), ("row", "col")
         return Quantizers(
-            dataclasses.replace(x, values=("row",)),
-            dataclasses.replace(kernel, values=("col",)),
-            dataclasses.replace(dy, values=("row", "col")),
+            *(
+                MXFP8Quantizer(format=name, values=copies)
+                for name, copies in zip(self.formats, values, strict=True)
+            )
         )
