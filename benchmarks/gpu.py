@@ -22,7 +22,7 @@ from flax import nnx
 import te_flax as te
 from benchmarks.baselines import BASELINES, LAYERS
 from benchmarks.layers import FAMILIES
-from benchmarks.peers import PEERS, Step, Work, arrays, loss, plain
+from benchmarks.peers import PEERS, Step, Work, nnx_step, plain
 from te_flax.ops import mxfp8, quantize
 from te_flax.ops._fused import Variant
 
@@ -59,7 +59,7 @@ PRODUCTS = (  # m, n, k
 
 
 def ours(work: Work, recipe: Any) -> Step:
-    """Our layer under a recipe, its FP8 state donated from step to step."""
+    """Our layer under a recipe."""
     rngs, hidden = nnx.Rngs(0), work.shape[-1]
     if work.kind == "dense":
         model: Any = te.DenseGeneral(
@@ -74,27 +74,11 @@ def ours(work: Work, recipe: Any) -> Step:
             dtype=jnp.bfloat16,
             rngs=rngs,
         )
-    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
 
-    @functools.partial(jax.jit, donate_argnums=0)
-    def gradients(rest, params, x, dy):
-        model = nnx.merge(graphdef, params, rest)
+    def context():
+        return te.autocast(recipe, enabled=recipe is not None)
 
-        def value(model, x):
-            with te.autocast(recipe, enabled=recipe is not None):
-                return loss(model(x), dy)
-
-        grads = te.grad(value, argnums=(0, 1))(model, x)
-        return nnx.state(model, nnx.Not(nnx.Param)), grads
-
-    x, dy = arrays(work)
-    state = {"rest": rest}
-
-    def step():
-        state["rest"], grads = gradients(state["rest"], params, x, dy)
-        return grads
-
-    return step
+    return nnx_step(model, work, te.value_and_grad, context)
 
 
 def timings(runs: dict[str, Step], repeats: int) -> dict[str, list[float]]:

@@ -1,10 +1,12 @@
 """Layers of other libraries, as steps that `benchmarks.gpu` times beside ours.
 
-A step computes the gradients of ``sum(y * dy)`` with respect to the parameters and x,
+A step computes ``sum(y * dy)`` and its gradients with respect to the parameters and x,
 so that no product of either pass can be dropped. Peers have float32 parameters and
 bfloat16 activations, as ours have.
 """
 
+import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -90,14 +92,47 @@ def plain(work: Work) -> Step:
         )
     else:
         model = PlainMLP(work, rngs)
-    graphdef, params = nnx.split(model)
+    return nnx_step(model, work, nnx.value_and_grad, contextlib.nullcontext)
 
-    def value(params, x, dy):
-        return loss(nnx.merge(graphdef, params)(x), dy)
 
-    gradients = jax.jit(jax.grad(value, argnums=(0, 1)))
+def nnx_step(
+    model: nnx.Module, work: Work, value_and_grad: Callable, context: Callable
+) -> Step:
+    """A step of an NNX layer, its state besides the parameters donated to the next.
+
+    Arrays go in and out as flat lists: a State would be flattened in Python.
+
+    Args:
+        model: the layer.
+        work: what is timed.
+        value_and_grad: nnx's, or one like it.
+        context: entered around the call of the layer.
+    """
+    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+    params, param_tree = jax.tree.flatten(params)
+    rest, rest_tree = jax.tree.flatten(rest)
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def gradients(rest, params, x, dy):
+        parts = (jax.tree.unflatten(param_tree, params),)
+        model = nnx.merge(graphdef, *parts, jax.tree.unflatten(rest_tree, rest))
+
+        def value(model, x):
+            with context():
+                return loss(model(x), dy)
+
+        found, grads = value_and_grad(value, argnums=(0, 1))(model, x)
+        rest = jax.tree.leaves(nnx.state(model, nnx.Not(nnx.Param)))
+        return rest, found, jax.tree.leaves(grads)
+
     x, dy = arrays(work)
-    return lambda: gradients(params, x, dy)
+    state = {"rest": rest}
+
+    def step():
+        state["rest"], value, grads = gradients(state["rest"], params, x, dy)
+        return value, grads
+
+    return step
 
 
 def _linen(model: linen.Module, work: Work, context: Callable | None = None) -> Step:
@@ -108,17 +143,17 @@ def _linen(model: linen.Module, work: Work, context: Callable | None = None) -> 
     def value(variables, x, dy):
         return loss(model.apply(variables, x), dy)
 
-    gradients = jax.jit(jax.grad(value, argnums=(0, 1)))
+    gradients = jax.jit(jax.value_and_grad(value, argnums=(0, 1)))
     state = {"variables": variables}
 
     def step():
-        grads = gradients(state["variables"], x, dy)
+        value, grads = gradients(state["variables"], x, dy)
         overwritten = set(grads[0]) - {"params"}
         state["variables"] = {
             **state["variables"],
             **{name: grads[0][name] for name in overwritten},
         }
-        return grads
+        return value, grads
 
     return step
 
