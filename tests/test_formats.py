@@ -5,8 +5,8 @@ import pytest
 
 import te_flax as te
 from te_flax.quantize.nvfp4 import NVFP4Quantizer
+from te_flax.testing.ball import Ball
 from te_flax.testing.formats import quantized, rotated, rounding_bound
-from te_flax.testing.numerics import Ball
 
 QUANTIZERS = {
     "e4m3": te.TensorQuantizer(),

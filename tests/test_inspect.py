@@ -1,6 +1,7 @@
 """te.inspect: how each operand fits its format."""
 
 import math
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -29,9 +30,9 @@ def test_the_kernel_is_compared_with_its_codes(name):
     with te.autocast(RECIPES[name]):
         row = _rows(layer)["", "kernel"]
     assert row.amax == float(jnp.max(jnp.abs(kernel.at[0, 0].set(0))))
-    quantizer = RECIPES[name].quantizers().kernel
-    amax = jnp.float32(0) if name == "delayed_scaling" else None
-    how = {"k_ndim": 1, "rowwise": False, "colwise": True, "amax": amax}
+    quantizer: Any = RECIPES[name].quantizers().kernel
+    scale = quantizer.scale(jnp.float32(0)) if name == "delayed_scaling" else None
+    how = {"k_ndim": 1, "rowwise": False, "colwise": True, "scale": scale}
     codes = quantizer(layer.kernel[...], **how).colwise.dequantize()
     lost = float(jnp.sum((codes == 0) & (kernel != 0))) / kernel.size
     assert row.flushed == np.float32(lost)

@@ -72,10 +72,21 @@ def grouped(found: list[Row]) -> list[Row]:
         One row per platform for each largest family whose ops agree on all platforms,
         its op written ``gemm_* (24)``; the other ops as they were.
     """
-    by_op: dict[str, list[Row]] = {}
+    codes: dict[str, list[Row]] = {}
+    values: dict[str, list[Row]] = {}  # variants of MXFP8 ops, a handler of their own
     for row in found:
-        by_op.setdefault(row.op, []).append(row)
-    return _split("", 0, by_op)
+        part = values if "values" in row.op else codes
+        part.setdefault(row.op, []).append(row)
+    families: dict[tuple[str, ...], list[str]] = {}
+    for op, rows in values.items():
+        tail = str([row[1:] for row in rows])
+        families.setdefault((op.split("_")[0], tail), []).append(op)
+    joined = [
+        Row(f"{first}_*values ({len(ops)})", *row[1:])
+        for (first, _), ops in families.items()
+        for row in values[ops[0]]
+    ]
+    return [*_split("", 0, codes), *joined]
 
 
 def _split(prefix: str, depth: int, by_op: dict[str, list[Row]]) -> list[Row]:

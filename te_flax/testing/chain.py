@@ -12,8 +12,9 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 from scipy import special
 
+from te_flax.testing.ball import Ball
 from te_flax.testing.formats import Rule
-from te_flax.testing.numerics import UNIT, Ball
+from te_flax.testing.numerics import UNIT
 
 _BEND = 4.0  # above the second derivatives of all activations and of their slopes
 

@@ -18,7 +18,8 @@ from te_flax.quantize.block import BlockQuantizer
 from te_flax.quantize.mxfp8 import MXFP8Quantizer
 from te_flax.quantize.nvfp4 import NVFP4Quantizer
 from te_flax.testing import oracle, oracle_nvfp4
-from te_flax.testing.numerics import UNIT, Ball
+from te_flax.testing.ball import Ball
+from te_flax.testing.numerics import UNIT
 
 # One rounding of a value to the format, and half of its smallest step as a share of the
 # amax of the values with one scale; testing/numerics.py derives e2m1's.

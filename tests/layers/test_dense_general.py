@@ -136,11 +136,14 @@ def test_the_forward_value_is_the_product_of_the_quantized_operands(recipe):
     with te.autocast(RECIPES[recipe]):
         y = layer(x)
     ones = jnp.float32(448.0)  # an empty history means scale 1, that is amax 448
-    amax = {"amax": ones} if recipe == "delayed_scaling" else {}
-    qx = quantizers.x(x, k_ndim=1, rowwise=True, colwise=False, **amax).rowwise
-    qk = quantizers.kernel(
-        layer.kernel[...], k_ndim=1, rowwise=False, colwise=True, **amax
-    ).colwise
+    given = lambda q: {"scale": q.scale(ones)} if recipe == "delayed_scaling" else {}
+    row, col = (
+        {"k_ndim": 1, "rowwise": by_row, "colwise": not by_row}
+        for by_row in (True, False)
+    )
+    qx = quantizers.x(x, **row, **given(quantizers.x)).rowwise
+    kernel = layer.kernel[...]
+    qk = quantizers.kernel(kernel, **col, **given(quantizers.kernel)).colwise
     a, b = (np.asarray(q.dequantize(), np.float64) for q in (qx, qk))
     bound = 64 * 2.0**-24 * (np.abs(a) @ np.abs(b))
     assert (np.abs(np.asarray(y, np.float64) - a @ b) <= bound).all()

@@ -171,6 +171,8 @@ def test_low_rank_adaptation_against_plain_jax(how, recipe):
         # A gradient passes through dy, kernel, x and kernel (of z), dz, x.
         dy_unit = FORMAT["e4m3" if recipe == "mxfp8" else "e5m2"]
         share = rounding_share([dy_unit] * 2 + [FORMAT["e4m3"]] * 4)
+        if how == "callable":  # 1 - tanh(z)^2 changes by up to 2 |z| of what z does
+            share *= 2
     else:  # norm there and back, wi, wo back, wi back, tokens
         share = float(chain_bound([32, 32, 32, 32, 64, 16], 1.0))
     assert jax.tree.structure(got) == jax.tree.structure(want)

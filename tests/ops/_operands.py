@@ -1,6 +1,10 @@
 """Operands of a KernelOp from its signature, and the float64 oracle of the GEMMs."""
 
+import functools
+
+import jax
 import numpy as np
+from _meshes import FAST
 
 from te_flax.ops._op import KernelOp
 from te_flax.typing import FP8
@@ -136,3 +140,25 @@ def _matrix(data, scale, k_ndim, *, last, rows=1):
     elif scale is not None:
         values = values * np.float64(scale)
     return values if last else values.T
+
+
+compiled = functools.partial(jax.jit, compiler_options=FAST)
+PLATFORM = {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
+
+
+@functools.cache
+def reference(op, attrs):
+    """On the CPU, where XLA divides as IEEE 754 says."""
+    call = compiled(functools.partial(op.reference, **dict(attrs)))
+
+    def on_cpu(*arrays):
+        with jax.default_device(jax.devices("cpu")[0]):
+            return call(*arrays)
+
+    return on_cpu
+
+
+def reductions(op, plan):
+    """Kind and mesh axes of each all-reduce: XLA combines those that agree in both."""
+    axes = [plan.summed(j) for j in range(len(op.reduce))]
+    return {(how, over) for how, over in zip(op.reduce, axes, strict=True) if over}

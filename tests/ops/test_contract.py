@@ -17,7 +17,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from _meshes import FAST, MESHES, SOME, A, E, P, collectives, gathered, mesh, placed
-from _operands import attributes, gemm_oracle, groups, main_operand, operands, same
+from _operands import (
+    PLATFORM,
+    attributes,
+    compiled,
+    gemm_oracle,
+    groups,
+    main_operand,
+    operands,
+    reductions,
+    reference,
+    same,
+)
 from _variants import CONTRACT as FUSED
 from _variants import HANDLERS, check
 from jax.sharding import AxisType
@@ -54,9 +65,6 @@ TURN = {name: i for i, name in enumerate(OPS)}  # a variant's noop is the next o
 each = pytest.mark.parametrize("name", OPS)
 
 
-compiled = functools.partial(jax.jit, compiler_options=FAST)
-
-
 def agree(op, attrs, arrays, got):
     """Compares with the reference bit for bit, or with float64."""
     if op.name in FUSED:
@@ -73,21 +81,6 @@ def agree(op, attrs, arrays, got):
         close_to(got[0], exact, gemm_bound(size, k, exact, got[0].dtype, terms=3))
     else:
         same(got, reference(op, tuple(sorted(attrs.items())))(*arrays))
-
-
-PLATFORM = {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
-
-
-@functools.cache
-def reference(op, attrs):
-    """On the CPU, where XLA divides as IEEE 754 says."""
-    call = compiled(functools.partial(op.reference, **dict(attrs)))
-
-    def on_cpu(*arrays):
-        with jax.default_device(jax.devices("cpu")[0]):
-            return call(*arrays)
-
-    return on_cpu
 
 
 @each
@@ -203,12 +196,6 @@ def _sharded(op, on, spec, empty=False):
     shapes = tuple(a.shape for a in arrays)
     bare = (None,) * len(layout.outs)
     return arrays, attrs, op.plan(shapes, (), static, specs, bare, on.shape)
-
-
-def reductions(op, plan):
-    """Kind and mesh axes of each all-reduce: XLA combines those that agree in both."""
-    axes = [plan.summed(j) for j in range(len(op.reduce))]
-    return {(how, over) for how, over in zip(op.reduce, axes, strict=True) if over}
 
 
 def _compiled(f, on, specs, arrays, context=True):

@@ -23,7 +23,8 @@ def _values(shape=(48, 80), dtype=np.float32):
 
 
 def _quantized(quantizer, x, amax=None, **copy) -> Any:
-    scale = None if amax is None else quantizer.scale(amax)
+    known = amax is not None and isinstance(quantizer, te.TensorQuantizer)
+    scale = quantizer.scale(amax) if known else None
     pair = quantizer(x, k_ndim=1, scale=scale, **copy)
     return pair.rowwise if copy["rowwise"] else pair.colwise
 

@@ -96,6 +96,10 @@ def scales_made(jaxpr):
         if eqn.primitive.name == "te_amax_to_scale":
             attrs = dict(eqn.params["attrs"])
             yield attrs["format"], attrs["margin"]
+        if eqn.primitive.name == "te_history_to_scale":
+            attrs = dict(eqn.params["attrs"])
+            for name in ("x", "kernel", "dy"):
+                yield attrs[f"{name}_format"], attrs["margin"]
         is_jaxpr = lambda value: hasattr(value, "eqns") or hasattr(value, "jaxpr")
         for value in jax.tree.leaves(list(eqn.params.values()), is_leaf=is_jaxpr):
             if is_jaxpr(value):
