@@ -78,8 +78,8 @@ def _forward(
 ) -> tuple[Array, ...]:
     """Computes h = (x - mean) * rstd * gamma + beta; mean only for a LayerNorm.
 
-    A row whose mean square is not finite in float32 is NaN: one with a NaN or an Inf,
-    or with values from 2^64 on.
+    A row whose sum of squares is not finite in float32 is NaN: one with a NaN or an
+    Inf, or with squares that add up to 2^128.
     """
     added, wide, mean = _epsilon(epsilon, kind), _flat(x, k_ndim), ()
     if kind == "layernorm":

@@ -263,7 +263,7 @@ struct NormStats {
   }
 };
 
-// A row whose mean square is not finite is NaN: rstd says so.
+// A row whose sum of squares is not finite is NaN: rstd says so.
 template <Float dtype, int kThreads, bool kLoop>
 __device__ inline NormStats StatsOf(NormRow<dtype, kThreads, kLoop>& row, bool layernorm,
                                     float epsilon) {
