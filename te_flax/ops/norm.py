@@ -10,7 +10,7 @@ from jax import lax
 
 from te_flax.errors import message
 from te_flax.ops import _bits
-from te_flax.ops._fused import Family, Variant, variants
+from te_flax.ops._fused import X_VALUES, Family, Variant, variants
 from te_flax.typing import FLOATS, Array
 
 KINDS = ("layernorm", "rmsnorm")
@@ -163,7 +163,7 @@ def _declare(kind: str, direction: str) -> Family:
         handler=f"norm_{direction}",
         handler_attrs={"kind": kind},
         workspace=None if forward else functools.partial(_scratch, kind),
-        variants=variants(),
+        variants=variants(values=X_VALUES if forward else ()),
         examples={"ragged": ({}, values)},
     )
 

@@ -20,7 +20,7 @@ from _norms import (
     plain,
     stats_bounds,
 )
-from _variants import expected, full, of_codes, results, same_results
+from _variants import expected, full, of_codes, results, same_results, with_values
 
 from te_flax.ops._choice import kernels
 from te_flax.ops._fused import Variant
@@ -84,6 +84,19 @@ def test_leaving_results_away_changes_nothing(family, scaling, shape):
         for v in of_codes(family):
             if v.scaling in (scaling, "none") and not v.noop:
                 same_results(results(native, family, v, own, attrs), want)
+
+
+@each_kind
+@pytest.mark.parametrize(("m", "k"), [(130, 96), (33, 111), (70, 8200), (33, 0)])
+def test_copies_of_values_hold_those_of_the_codes(kind, m, k):
+    family = NORM_FWD[kind]
+    for dtypes, out in (((BF16, BF16), BF16), ((F16, F32), F32)):
+        own, attrs = draw(family, (m,), (k,), dtypes), attributes(family, (k,), out)
+        for v in family.variants:
+            if v.values:
+                codes = results(native, family, v._replace(values=()), own, attrs)
+                found = results(native, family, v, own, attrs)
+                same_results(found, with_values(v, codes, m))
 
 
 @each_family
