@@ -29,10 +29,23 @@ inline ffi::ErrorOr<Scaling> NamedScaling(std::string_view where, std::string_vi
   return ffi::Unexpected(Invalid(where, "scaling", "be none, tensor or mxfp8", name, kReport));
 }
 
-// Null: not a result of the variant. scale may lie in device memory.
+// What a variant takes and returns: a pointer does not tell, for an empty array may have none.
+struct Has {
+  bool noop = false;  // its flag is all.args[0]
+  bool h = false;
+  bool row = false;
+  bool col = false;
+  bool dbias = false;
+  bool scales = false;
+  size_t Count() const {
+    return size_t{h} + (size_t{row} + size_t{col}) * (1 + size_t{scales}) + size_t{dbias} + 1;
+  }
+};
+
+// Null: not a result of the variant, or empty. scale may lie in device memory.
 struct FusedCall {
   std::string_view where;
-  bool noop = false;                   // all.args[0] is its flag
+  Has has;
   Operands all;                        // without the workspace
   std::vector<ffi::AnyBuffer> own;     // operands of the family
   std::vector<ffi::AnyBuffer> extras;  // results of the family, behind amax
@@ -73,15 +86,8 @@ T* Data(const ffi::AnyBuffer& buffer) {
   return static_cast<T*>(buffer.untyped_data());
 }
 
-// Which results a variant has.
-struct Has {
-  bool noop, h, row, col, dbias, scales;
-  size_t Count() const {
-    return size_t{h} + (size_t{row} + size_t{col}) * (1 + size_t{scales}) + size_t{dbias} + 1;
-  }
-};
-
-inline ffi::Error AssignResults(const Has& has, const ffi::Dictionary& attrs, FusedCall* call) {
+inline ffi::Error AssignResults(const ffi::Dictionary& attrs, FusedCall* call) {
+  const Has& has = call->has;
   size_t at = 0;
   const auto next = [&]() -> const ffi::AnyBuffer& { return call->results[at++]; };
   if (has.h) call->h = Data<char>(next());
@@ -123,7 +129,7 @@ inline ffi::Error ReadFused(std::string_view where, ffi::RemainingArgs args,
   const auto flag = [&](std::string_view name) { return AttrOr(attrs, name, false); };
   const Has has = {flag("noop"), flag("h"),     flag("row"),
                    flag("col"),  flag("dbias"), scaling == Scaling::kMxfp8};
-  call->noop = has.noop;
+  call->has = has;
   const bool scratch =
       workspace == Workspace::kAlways || (workspace == Workspace::kForSums && has.dbias);
   const size_t n_rets = has.Count() + n_extras;
@@ -142,7 +148,7 @@ inline ffi::Error ReadFused(std::string_view where, ffi::RemainingArgs args,
   const auto extras = call->all.rets.begin() + static_cast<ptrdiff_t>(has.Count());
   call->results.assign(call->all.rets.begin(), extras);
   call->extras.assign(extras, call->all.rets.end());
-  return AssignResults(has, attrs, call);
+  return AssignResults(attrs, call);
 }
 
 // Checks the sizes of all results but the extras.
@@ -161,17 +167,15 @@ inline ffi::Error CheckResults(const FusedCall& call, const FusedShape& shape) {
   };
   const auto blocks = [](int64_t n) { return (n + kBlock - 1) / kBlock; };
   constexpr ffi::DataType kByte = ffi::DataType::U8;
-  const bool scales = call.scaling == Scaling::kMxfp8;
-  TE_RETURN_IF_ERROR(check(call.h != nullptr, "h", kTypes[static_cast<int>(call.dtype)], size));
+  const Has& has = call.has;
+  TE_RETURN_IF_ERROR(check(has.h, "h", kTypes[static_cast<int>(call.dtype)], size));
+  TE_RETURN_IF_ERROR(check(has.row, "row", code(call.row_format, call.row_values), size));
   TE_RETURN_IF_ERROR(
-      check(call.row != nullptr, "row", code(call.row_format, call.row_values), size));
+      check(has.row && has.scales, "row_scale", kByte, shape.rows * blocks(shape.Width())));
+  TE_RETURN_IF_ERROR(check(has.col, "col", code(call.col_format, call.col_values), size));
   TE_RETURN_IF_ERROR(
-      check(call.row != nullptr && scales, "row_scale", kByte, shape.rows * blocks(shape.Width())));
-  TE_RETURN_IF_ERROR(
-      check(call.col != nullptr, "col", code(call.col_format, call.col_values), size));
-  TE_RETURN_IF_ERROR(
-      check(call.col != nullptr && scales, "col_scale", kByte, blocks(shape.rows) * shape.Width()));
-  TE_RETURN_IF_ERROR(check(call.dbias != nullptr, "dbias", ffi::DataType::F32, shape.Width()));
+      check(has.col && has.scales, "col_scale", kByte, blocks(shape.rows) * shape.Width()));
+  TE_RETURN_IF_ERROR(check(has.dbias, "dbias", ffi::DataType::F32, shape.Width()));
   return check(true, "amax", ffi::DataType::F32, 2);
 }
 

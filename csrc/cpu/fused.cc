@@ -19,7 +19,7 @@ ffi::ErrorOr<FusedCall> ReadFused(std::string_view where, ffi::RemainingArgs arg
   FusedCall call;
   TE_RETURN_IF_ERROR(
       te_flax::ReadFused(where, args, rets, attrs, n_own, n_extras, Workspace::kNever, &call));
-  if (call.noop) {
+  if (call.has.noop) {
     TE_ASSIGN_OR_RETURN(keep, KeepsPrevious(where, call.all));
     call.kept = keep;
   }

@@ -27,7 +27,7 @@ inline ffi::Error Describe(cudaStream_t stream, const FusedCall& call, const Fus
                    std::to_string(call.workspace_bytes) + " bytes", kReport);
   }
   *out = {};
-  if (call.noop) {
+  if (call.has.noop) {
     TE_ASSIGN_OR_RETURN(flag, TakeNoop(call.where, stream, call.all));
     out->noop = flag;
   }
@@ -40,7 +40,7 @@ inline ffi::Error Describe(cudaStream_t stream, const FusedCall& call, const Fus
   out->row_scale = call.row_scale;
   out->col_scale = call.col_scale;
   out->row_format = call.row_format;
-  out->col_format = call.row == nullptr || call.col != nullptr ? call.col_format : call.row_format;
+  out->col_format = call.has.col || !call.has.row ? call.col_format : call.row_format;
   out->row_values = call.row_values;
   out->col_values = call.col_values;
   out->sums = call.dbias == nullptr ? nullptr : reinterpret_cast<float*>(call.workspace);

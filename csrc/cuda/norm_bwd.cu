@@ -30,7 +30,7 @@ ffi::ErrorOr<NormBackward> ReadBackward(const FusedCall& call, const NormOptions
 // Splits the workspace: dx, where the call has codes but no h, and then the partial sums, which
 // decide by their room how many groups of rows there are.
 ffi::Error TakeScratch(const FusedCall& call, NormBackward* p) {
-  const int64_t bytes = call.scaling == Scaling::kNone || call.h != nullptr
+  const int64_t bytes = call.scaling == Scaling::kNone || call.has.h
                             ? 0
                             : (p->m * p->k * call.Bytes() + 255) / 256 * 256;
   p->dx = bytes == 0 ? call.h : call.workspace;

@@ -4,16 +4,16 @@
 namespace te_flax::cuda {
 namespace {
 
-// Statistics and, if there is no col, all other results.
+// Statistics and, with `results`, all that `out` asks for.
 ffi::Error RunRows(std::string_view where, cudaStream_t stream, const NormForward& p, Float dtype,
-                   const Outputs& out) {
+                   const Outputs& out, bool results) {
   if (p.m == 0) return ffi::Error::Success();
   WithTypes(p.x.dtype, dtype, [&](auto in, auto h) {
     WithTeam(p.k, [&](auto threads, auto loop) {
       using Rows = Team<decltype(threads)::value>;
       NormRowsKernel<decltype(in)::value, decltype(h)::value, decltype(threads)::value,
                      decltype(loop)::value>
-          <<<Blocks(p.m, Rows::kRows), Rows::kBlock, 0, stream>>>(p, out, out.col == nullptr);
+          <<<Blocks(p.m, Rows::kRows), Rows::kBlock, 0, stream>>>(p, out, results);
     });
   });
   return CudaStatus(where, cudaGetLastError());
@@ -56,8 +56,9 @@ ffi::Error NormFwdImpl(cudaStream_t stream, ffi::RemainingArgs args, ffi::Remain
   Outputs out;
   TE_RETURN_IF_ERROR(
       Describe(stream, call, FusedShape{p.m, 1, p.k}, {call.own[0].untyped_data()}, &out));
-  TE_RETURN_IF_ERROR(RunRows(kWhere, stream, p, call.dtype, out));
-  if (out.col == nullptr) return ffi::Error::Success();
+  const bool in_tiles = out.col != nullptr || out.row_values;
+  TE_RETURN_IF_ERROR(RunRows(kWhere, stream, p, call.dtype, out, !in_tiles));
+  if (!in_tiles) return ffi::Error::Success();
   ffi::Error error = ffi::Error::Success();
   WithTypes(p.x.dtype, call.dtype, [&](auto in, auto h) {
     using Source = NormSource<decltype(in)::value, decltype(h)::value>;

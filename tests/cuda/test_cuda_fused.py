@@ -15,6 +15,7 @@ from _variants import (
     expected,
     full,
     h_of,
+    of_codes,
     results,
     same_results,
 )
@@ -88,7 +89,7 @@ def test_leaving_results_away_changes_nothing(family, scaling, activation, k):
     own = draw(family, (3, 47), k, BF16, activation)
     attrs = attributes(family, k, BF16, activation)
     want = results(native, family, full(family, scaling), own, attrs)
-    for v in family.variants:
+    for v in of_codes(family):
         if v.scaling in (scaling, "none") and not v.noop:
             same_results(results(native, family, v, own, attrs), want)
 
@@ -101,7 +102,7 @@ def test_noop_keeps_every_previous_result(family, scaling):
     old, new = (draw(family, (2, 40), k, F32, seed=seed) for seed in (1, 2))
     plain = full(family, scaling)
     before, after = (results(native, family, plain, x, attrs) for x in (old, new))
-    for v in family.variants:
+    for v in of_codes(family):
         if v.scaling not in (scaling, "none") or not v.noop:
             continue
         for flag in FLAGS:
@@ -139,7 +140,7 @@ def test_every_pattern_is_rounded_once(scaling, dtype, out):
     h = results(native, ACT_FWD, Variant(), [x[:, None]], linear)["h"]
     wide = x.astype(np.float32)
     wide = np.where(np.abs(wide) < 2.0**-126, np.copysign(0, wide), wide)
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore", invalid="ignore"):
         want = wide.astype(np.float32).astype(out)
     nan = np.isnan(wide)
     same_bits(np.where(nan, 0, h).astype(out), np.where(nan, 0, want).astype(out))

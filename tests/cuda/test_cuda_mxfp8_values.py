@@ -3,9 +3,8 @@
 import numpy as np
 import pytest
 from _gpu import BF16, F32, FORMATS, GPU, agree, each_dtype, finite, native, shuffled
+from _variants import FAMILIES, attributes, draw, results, same_results, with_values
 
-from te_flax.ops._fused import Variant
-from te_flax.ops.activation import ACT_BWD, ACT_FWD, QUANTIZE_DBIAS
 from te_flax.ops.mxfp8_values import QUANTIZE_MXFP8_VALUES
 from te_flax.testing import oracle
 from te_flax.testing.patterns import amax_edges, patterns, special_blocks
@@ -80,10 +79,10 @@ def test_many_tiles(dtype):
 
 
 FUSED = {
-    "act_fwd": (ACT_FWD, BOTH, ("row",)),
-    "act_fwd_row": (ACT_FWD, ("row",), ("row",)),
-    "act_bwd": (ACT_BWD, BOTH, BOTH),
-    "quantize_dbias": (QUANTIZE_DBIAS, BOTH, BOTH),
+    f"{family.name}{v.suffix}": (family, v)
+    for family in FAMILIES.values()
+    for v in family.variants
+    if v.values
 }
 
 
@@ -91,32 +90,9 @@ FUSED = {
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
 @pytest.mark.parametrize("activation", ["gelu", "silu,linear"])
 def test_fused_variants_return_the_values_of_their_codes(name, dtype, activation):
-    family, copies, values = FUSED[name]
-    m, k, slices = 130, 96, len(activation.split(","))
-    rng = np.random.default_rng(3)
-    shapes = {"M.. K..": (m, k), "M.. A K..": (m, slices, k)}
-    arrays = [
-        rng.standard_normal(shapes[dims]).astype(dtype)
-        for dims in family.operands.values()
-    ]
-    attrs = {"k_ndim": 1, "out_dtype": dtype.name}
-    if family is not QUANTIZE_DBIAS:
-        own = {"limit": 7.0, "alpha": 1.702, "offset": 1.0}
-        attrs |= {"activation": activation, **own}
-    attrs |= {f"{copy}_format": "e4m3" for copy in copies}
-    with_h = family is not QUANTIZE_DBIAS
-    v = Variant("mxfp8", copies, with_h, dbias=family is not ACT_FWD)
-    op = family.ops[v._replace(values=values)]
-    plain = native(family.ops[v], *arrays, **attrs)
-    found = dict(
-        zip((a.name for a in op.dims.outs), native(op, *arrays, **attrs), strict=True)
-    )
-    want = dict(zip(found, plain, strict=True))
-    for copy in values:
-        how = {"k_ndim": 1, "axis": AXIS[copy], "out_dtype": "bfloat16"}
-        codes, scale = want[copy], want[f"{copy}_scale"]
-        rows = m if copy == "row" else -(-m // 32)
-        flat = codes.reshape(m, -1), scale.reshape(rows, -1)
-        (made,) = oracle.dequantize_mxfp8(*flat, **how)
-        want[copy] = made.reshape(codes.shape)
-    agree(tuple(found.values()), tuple(want.values()))
+    family, v = FUSED[name]
+    m, k = 130, 96
+    own = draw(family, (m,), (k,), dtype, activation)
+    attrs = attributes(family, (k,), dtype, activation)
+    codes = results(native, family, v._replace(values=()), own, attrs)
+    same_results(results(native, family, v, own, attrs), with_values(v, codes, m))

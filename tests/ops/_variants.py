@@ -116,6 +116,18 @@ def expected(
     return found | {"dbias": token_sum(h, k_ndim)}
 
 
+def with_values(v: Variant, codes: dict, m: int) -> dict[str, np.ndarray]:
+    """What v returns, its copies holding values, given that of codes; h has m rows."""
+    found = dict(codes)
+    for copy in v.values:
+        how = {"k_ndim": 1, "axis": 1 if copy == "row" else 0, "out_dtype": "bfloat16"}
+        rows = m if copy == "row" else -(-m // 32)
+        flat = codes[copy].reshape(m, -1), codes[f"{copy}_scale"].reshape(rows, -1)
+        (made,) = oracle.dequantize_mxfp8(*flat, **how)
+        found[copy] = made.reshape(codes[copy].shape)
+    return found
+
+
 def token_sum(h: np.ndarray, k_ndim: int) -> np.ndarray:
     """The sum over the tokens in the order of the handlers, NaN positive."""
     k_dims = h.shape[h.ndim - k_ndim :]

@@ -31,7 +31,15 @@ from _quantizers import (
     examples,
     picks,
 )
-from _variants import expected, full, of_codes, results, same_results, token_sum
+from _variants import (
+    expected,
+    full,
+    of_codes,
+    results,
+    same_results,
+    token_sum,
+    with_values,
+)
 from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
@@ -84,6 +92,17 @@ def test_leaving_results_away_changes_nothing(family, scaling):
         if v.scaling in (scaling, "none") and not v.noop:
             for run in HANDLERS:
                 same_results(results(run, family, v, own, attrs), want)
+
+
+@each_kind
+def test_copies_of_values_hold_those_of_the_codes(kind):
+    family, m, k = NORM_FWD[kind], 33, 111
+    own, attrs = draw(family, (m,), (k,), (BF16, F32)), attributes(family, (k,), BF16)
+    for v in family.variants:
+        if v.values:
+            codes = results(REFERENCE, family, v._replace(values=()), own, attrs)
+            found = results(REFERENCE, family, v, own, attrs)
+            same_results(found, with_values(v, codes, m))
 
 
 @native

@@ -263,7 +263,7 @@ struct NormStats {
   }
 };
 
-// A row whose mean square is not finite is NaN: rstd says so.
+// A row whose sum of squares is not finite is NaN: rstd says so.
 template <Float dtype, int kThreads, bool kLoop>
 __device__ inline NormStats StatsOf(NormRow<dtype, kThreads, kLoop>& row, bool layernorm,
                                     float epsilon) {
@@ -318,7 +318,8 @@ __device__ inline void StoreOfRow(const Outputs& out, int64_t m, int64_t column,
   out.row_scale[m * blocks + column / kMxBlock] = static_cast<uint8_t>(e8m0);
 }
 
-// Statistics and, with `results`, all that `out` asks for, which is no col, from one read of x.
+// Statistics and, with `results`, all that `out` asks for, which is no col and no values, from one
+// read of x.
 template <Float in, Float dtype, int kThreads, bool kLoop>
 __global__ void __launch_bounds__(Team<kThreads>::kBlock)
     NormRowsKernel(NormForward p, Outputs out, bool results) {
