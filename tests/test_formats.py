@@ -1,12 +1,12 @@
-"""The error of one rounding, as testing/numerics.py derives it for each format."""
+"""The error of one rounding, as testing/ball.py derives it for each format."""
 
 import numpy as np
 import pytest
 
 import te_flax as te
 from te_flax.quantize.nvfp4 import NVFP4Quantizer
+from te_flax.testing.ball import Ball
 from te_flax.testing.formats import quantized, rotated, rounding_bound
-from te_flax.testing.numerics import Ball
 
 QUANTIZERS = {
     "e4m3": te.TensorQuantizer(),

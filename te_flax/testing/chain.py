@@ -1,7 +1,7 @@
 """Norm, GEMM, activation, GEMM and back in float64, quantized as a recipe says.
 
 Written from the formulas, with numpy alone; derivatives of activations by a complex
-step. :mod:`te_flax.testing.numerics` derives the bounds.
+step. :mod:`te_flax.testing.ball` derives the bounds.
 """
 
 import math
@@ -12,8 +12,9 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 from scipy import special
 
+from te_flax.testing.ball import Ball
 from te_flax.testing.formats import Rule
-from te_flax.testing.numerics import UNIT, Ball
+from te_flax.testing.numerics import UNIT
 
 _BEND = 4.0  # above the second derivatives of all activations and of their slopes
 

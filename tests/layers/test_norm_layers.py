@@ -10,7 +10,8 @@ from flax import nnx
 
 import te_flax as te
 from te_flax.testing import chain
-from te_flax.testing.numerics import Ball, close_to, sharded_bound
+from te_flax.testing.ball import Ball
+from te_flax.testing.numerics import close_to, sharded_bound
 
 KINDS = {"layernorm": te.LayerNorm, "rmsnorm": te.RMSNorm}
 NNX = {"layernorm": nnx.LayerNorm, "rmsnorm": nnx.RMSNorm}
