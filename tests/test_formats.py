@@ -1,4 +1,4 @@
-"""The error of one rounding, as testing/numerics.py derives it for each format."""
+"""The error of one rounding, as testing/ball.py derives it for each format."""
 
 import numpy as np
 import pytest

@@ -112,6 +112,14 @@ ffi::ErrorOr<Call> Read(const Operands& all, const ffi::Dictionary& attrs, bool 
   return call;
 }
 
+// Whether rows of 16-bit operands and results lie at multiples of 16 bytes. Where they do not, the
+// library may add the bias in a kernel of its own, to a product that was already rounded.
+bool AlignedRows(const Call& call) {
+  const int64_t lhs = call.lhs.last ? call.k : call.m();
+  const int64_t rhs = call.rhs.last ? call.k : call.n();
+  return lhs % 8 == 0 && rhs % 8 == 0 && call.n() % 8 == 0;
+}
+
 // Whether cuBLASLt can write the result itself, with the bias.
 bool WritesOut(const Call& call) {
   const bool blocks = call.scaling == Scaling::kBlock1d || call.scaling == Scaling::kBlock2d;
@@ -122,7 +130,7 @@ bool WritesOut(const Call& call) {
   if (out == Float::kF16 && (blocks || call.matmul.a == CUDA_R_16BF)) return false;
   if (out == Float::kBf16 && call.matmul.a == CUDA_R_16F) return false;
   if (call.bias == nullptr) return true;
-  if (out != Float::kF32) return call.bias_type == out;
+  if (out != Float::kF32) return call.bias_type == out && (codes || AlignedRows(call));
   return call.bias_type == (codes ? Float::kBf16 : Float::kF32);
 }
 

@@ -97,13 +97,19 @@ def workspace(
             parts.append(4 * _ceil(whole_n, 128) * _up(across, 4))
     padded, out_dtype = (m, n) != (whole_m, whole_n), attrs["out_dtype"]
     in_place = out_dtype == "float32" and not padded  # the sums lie in the result
-    if padded or not (in_place or _writes(given, scaling, out_dtype)):
+    ends = (m if orientation[0] == "t" else k, n if orientation[1] == "n" else k, n)
+    aligned = codes or all(end % 8 == 0 for end in ends)
+    if padded or not (in_place or _writes(given, scaling, out_dtype, aligned)):
         parts.append(4 * whole_m * whole_n)
     return sum(_up(part, _REGION) for part in parts)
 
 
-def _writes(given: dict[str, Any], scaling: str, out_dtype: str) -> bool:
-    """Whether cuBLASLt writes the dtype of the result, with the bias in its own."""
+def _writes(given: dict[str, Any], scaling: str, out_dtype: str, aligned: bool) -> bool:
+    """Whether cuBLASLt writes the dtype of the result, with the bias in its own.
+
+    Where rows of 16-bit operands are not ``aligned`` to 16 bytes, it may add the bias
+    to a product that was already rounded.
+    """
     codes = scaling in _FP8_SCALINGS
     if scaling == "tensor":
         written = ("float32", "bfloat16", "float16")
@@ -115,9 +121,10 @@ def _writes(given: dict[str, Any], scaling: str, out_dtype: str) -> bool:
         return False
     if "bias" not in given:
         return True
-    beside_float32 = "bfloat16" if codes else "float32"
-    bias = beside_float32 if out_dtype == "float32" else out_dtype
-    return given["bias"].dtype.name == bias
+    bias = given["bias"].dtype.name
+    if out_dtype == "float32":
+        return bias == ("bfloat16" if codes else "float32")
+    return bias == out_dtype and aligned
 
 
 def _matrix(shape: tuple[int, ...], k_ndim: int, *, last: bool) -> tuple[int, int]:

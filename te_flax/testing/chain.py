@@ -1,7 +1,7 @@
 """Norm, GEMM, activation, GEMM and back in float64, quantized as a recipe says.
 
 Written from the formulas, with numpy alone; derivatives of activations by a complex
-step. :mod:`te_flax.testing.numerics` derives the bounds.
+step. :mod:`te_flax.testing.ball` derives the bounds.
 """
 
 import math

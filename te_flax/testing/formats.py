@@ -2,7 +2,7 @@
 
 Independent of the ops: scales and codes come from :mod:`te_flax.testing.oracle`. What
 is quantized how comes from the recipe's quantizers, so that a pass which takes the
-wrong format or scale is off. :mod:`te_flax.testing.numerics` derives the bounds.
+wrong format or scale is off. :mod:`te_flax.testing.ball` derives the bounds.
 """
 
 import math
@@ -22,7 +22,7 @@ from te_flax.testing.ball import Ball
 from te_flax.testing.numerics import UNIT
 
 # One rounding of a value to the format, and half of its smallest step as a share of the
-# amax of the values with one scale; testing/numerics.py derives e2m1's.
+# amax of the values with one scale; testing/ball.py derives e2m1's.
 FORMATS = {
     "e4m3": (2.0**-4, 2.0**-10 / 224),
     "e5m2": (2.0**-3, 2.0**-17 / 28672),

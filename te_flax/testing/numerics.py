@@ -4,65 +4,6 @@ Every bound holds for sums taken in any order: of n terms, at most n - 1 additio
 each term, and each rounds by at most ``UNIT`` of what it holds. So it also covers the
 shards' partial sums, and two ways to compute one result differ by at most twice the
 bound.
-
-Through a chain of passes a bound is carried as the radius of a
-:class:`te_flax.testing.ball.Ball`: the
-float64 value of an intermediate result, and how far the computed one may lie from it.
-
-* A sum of K products of balls (a, r) and (b, s) errs by at most
-  ``|a| s + r |b| + r s`` for what its terms may be off, and by ``K 2^-24`` of the sum
-  of their magnitudes for its own roundings.
-* Rounding to a narrower dtype and, for a fixed scale, quantizing are monotone. So what
-  the pass made of some value in [v - r, v + r] lies between what they make of the ends,
-  and the radius behind them is the larger distance to these two. It is 0 where no
-  decision of the rounding lies within r of v, and a whole step where one does: nothing
-  is said about how often that happens. Where a scale comes from the values themselves,
-  the ends are taken with the smallest and the largest amax that the balls allow.
-* A function f is followed by its values at five points of [z - r, z + r]; between
-  them it leaves their chord by at most ``r^2 max|f''| / 32``.
-* Norms: LayerNorm errs by ``(8 + log2 H) 2^-24 |gamma| max|x| / std``, RMSNorm by
-  ``(8 + log2 H) 2^-24 |h|``; activations by ``4 2^-24 |f(z)| (1 + 2 |u|)``, u the
-  argument of the exponential.
-
-Such a ball follows the codes of the format to the bit but where float32 roundings may
-decide otherwise, which takes most of the format's own error out of the comparison. That
-error, the distance to the unquantized result, is bounded in the Frobenius norm
-(:func:`te_flax.testing.formats.noise`). One rounding is off by at most half a step, a
-share between ``unit / 2`` and ``unit`` of the value, spread evenly over the step: its
-root mean square is at most ``unit / sqrt(3)`` of the value, and 0.74 times that over
-values spread over whole binades. A run of the exact chain in which every operand gets
-noise that is uniform in +-``unit`` of the value thus has the error of each operand at
-its largest, and all later passes carry both on alike. The norms of thousands of
-independent roundings concentrate: measured, a pass has 0.6 to 0.75 of that error. The
-slope of relu and of the clamped activations jumps. There an error decides how many
-slopes are wrong, and the norm grows with its square root only: such chains get noise
-that is sqrt(3) as large, the root mean square of an error of ``unit`` everywhere.
-
-NVFP4 has one bit of mantissa and three levels, each of which adds to that error:
-
-* e2m1 rounds a scaled magnitude v by at most ``max(v, 1) / 4``: half a step of 1/2 up
-  to 2, of 1 up to 4, of 2 up to 6. So ``unit`` is 2^-2, and the floor is what 1/4 means
-  under the scale s of the block, ``s / 4``. With u the amax of the block as a share of
-  6 of its codes, e4m3 rounds u to s <= ``(1 + 2^-4) u``: the floor is
-  ``17/16 / 24 = 17/384`` of the block's amax. The error is the larger of both.
-* Where e4m3 rounds a scale down, values saturate at 6 and lose at most ``1 - s / u``
-  <= 2^-4 of themselves, less than ``unit``.
-* Below 2^-6 the steps of e4m3 are 2^-9 wide: s is off by up to 2^-10, which saturation
-  turns into 6 2^-10 and a step into 1/4 of it. The tensor's amax has the scale 448, so
-  that is ``25/24 2^-10 / 448`` of it, added to every value.
-* The float32 scale of the tensor adds roundings only. A kernel has one scale for each
-  16 x 16, anything else for each 1 x 16: the amax is taken over these.
-* dkernel contracts Hadamard transforms: x^T dy = (H x)^T (H dy) for an orthogonal H. An
-  error of a transformed block is carried back with the same 2-norm, spread over its 16
-  tokens, so the noise is added behind the transform. Its own float32 error is that of
-  four additions, ``4 2^-24 sum|x| / 4``; the signs and 1/4 are exact.
-* Rounded stochastically, dy is off by at most a whole step, twice as much. A value at
-  the share f of its step goes up with the probability f: the mean square of the error
-  is ``f (1 - f)`` steps^2, over an even f 1/6 where the nearest code has 1/12. The
-  noise of dy is sqrt(2) as large. For given draws the codes are monotone in the value
-  too, with the draw in place of the middle of the step, so balls follow these codes.
-
-Measured, a pass has 0.6 to 0.71 of the error, with both ways to round.
 """
 
 import math
@@ -75,7 +16,6 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
 UNIT = 2.0**-24  # the largest relative error of one float32 rounding
-_TINY = 2.0**-126  # below it float32 kernels may return zero
 
 
 def sum_bound(count: int, size: ArrayLike, rounded: float = 0) -> np.ndarray:
@@ -97,31 +37,87 @@ def sum_bound(count: int, size: ArrayLike, rounded: float = 0) -> np.ndarray:
 
 
 def product_bound(
-    count: int, size: ArrayLike, rounded: float = 0, *, fp8: bool = True
+    count: int, size: ArrayLike, rounded: float = 0, *, mode: str | None = None
 ) -> np.ndarray:
-    """Bounds a matrix product's sum on this platform.
+    """Bounds a matrix product's sum.
 
-    On a GPU a tensor core adds 32 FP8 products to a partial sum that keeps 14 bits,
-    so ``ceil(K / 32) 2^-14 size`` come on top of the float32 roundings; sums that move
-    to float32 registers often are better.
+    - "float32": ``K 2^-24 size``, as of any sum.
+    - "wide": 16-bit operands on a tensor core, which truncates: ``K 2^-23 size``.
+    - "fast": FP8 operands on Hopper's tensor core. An instruction aligns 32 products
+      and the sum so far to the largest of them, truncates each to 13 bits below its
+      exponent, adds exactly, and truncates the new sum to 13 bits below its own. None
+      of these ``n(K) = K + 2 ceil(K / 32)`` numbers exceeds size, so each loses at most
+      ``2^-13 size``: ``n(K) 2^-13 size``. A sum of one large and many tiny products
+      comes near it.
+    - "split": 128 products at a time go that way, then to a float32 sum. Their sizes
+      add up to size: ``(n(min(K, 128)) 2^-13 + K 2^-24) size``.
 
     Args:
         count: number of products K in an element.
         size: sum of their magnitudes, in float64.
         rounded: float32 roundings after the sum: scales, bias.
-        fp8: whether the operands are FP8 codes.
+        mode: one of these; None: :func:`product_mode`.
 
     Returns:
         The bound of every element.
 
     Example:
-        >>> float(product_bound(2**20, 16.0, fp8=False))
+        >>> float(product_bound(2**20, 16.0, mode="float32"))
         1.0
+        >>> float(product_bound(32, 2.0**13, mode="fast"))
+        34.0
     """
-    bound = sum_bound(count, size, rounded)
-    if fp8 and jax.default_backend() == "gpu":
-        bound = bound + -(-count // 32) * 2.0**-14 * np.asarray(size, np.float64)
-    return bound
+    mode = mode or product_mode()
+    additions = {"float32": count, "wide": 2 * count, "fast": 0, "split": count}[mode]
+    lost = _truncations(count, mode) * 2.0**-13 * np.asarray(size, np.float64)
+    return lost + sum_bound(additions, size, rounded)
+
+
+def product_noise(count: int, mode: str) -> float:
+    """Bounds the error of a product of random signs, as a share of the Frobenius norm.
+
+    A truncation to steps of u loses between 0 and u of a magnitude, evenly spread: its
+    mean square is ``u^2 / 3``. u is at most 2^-13 of the largest number of the
+    instruction; the square of a product is at most the sum of the squares of all, which
+    is the mean square of the sum so far, so the mean square of u is at most
+    ``2 2^-26`` of the result's. The losses of the K products have their random signs
+    and add up to sqrt(K) of one; those of the sums, two of each instruction, may all
+    have the same: ``2^-13 sqrt(2 / 3) (sqrt(K) + 2 ceil(K / 32))``. "split": of K up to
+    128, as the parts are independent. Measured: 1/10 to 1/20 of it.
+
+    Args:
+        count: number of products K in an element.
+        mode: "fast" or "split".
+
+    Returns:
+        The share, without roundings to float32 and narrower dtypes.
+
+    Example:
+        >>> 5e-4 < product_noise(17, "fast") < 6.2e-4
+        True
+    """
+    k = min(count, 128) if mode == "split" else count
+    return 2.0**-13 * math.sqrt(2 / 3) * (math.sqrt(k) + 2 * -(-k // 32))
+
+
+def product_mode(*, fp8: bool = True) -> str:
+    """Returns how this platform sums products of FP8 codes, or of floats.
+
+    Example:
+        >>> product_mode() if jax.default_backend() == "cpu" else "float32"
+        'float32'
+    """
+    if jax.default_backend() != "gpu":
+        return "float32"
+    return "fast" if fp8 else "wide"
+
+
+def _truncations(count: int, mode: str) -> int:
+    """Numbers that Hopper's tensor core truncates in a partial sum of FP8 products."""
+    if mode not in ("fast", "split"):
+        return 0
+    k = min(count, 128) if mode == "split" else count
+    return k + 2 * -(-k // 32)
 
 
 def output_rounding(exact: ArrayLike, error: ArrayLike, dtype: DTypeLike) -> np.ndarray:
@@ -147,9 +143,15 @@ def output_rounding(exact: ArrayLike, error: ArrayLike, dtype: DTypeLike) -> np.
 
 
 def gemm_bound(
-    size: ArrayLike, k: int, exact: ArrayLike, dtype: DTypeLike, terms: int = 0
+    size: ArrayLike,
+    k: int,
+    exact: ArrayLike,
+    dtype: DTypeLike,
+    terms: int = 0,
+    *,
+    mode: str | None = None,
 ) -> np.ndarray:
-    """Bounds a GEMM: ``K 2^-24 sum |a||b|`` on the CPU, then the output's rounding.
+    """Bounds a GEMM: :func:`product_bound`, then the output's rounding.
 
     Args:
         size: ``sum |a| |b|`` of every element, with the bias, in float64.
@@ -157,45 +159,16 @@ def gemm_bound(
         exact: the result in float64.
         dtype: of the result.
         terms: float32 roundings after the sum: scales, bias.
+        mode: how the products are summed; None: as this platform does.
 
     Returns:
         The bound of every element.
 
     Example:
-        >>> float(gemm_bound(1.0, 2**24, 1.0, np.float32))
+        >>> float(gemm_bound(1.0, 2**24, 1.0, np.float32, mode="float32"))
         1.0
     """
-    error = product_bound(k, size, terms)
-    return error + output_rounding(exact, error, dtype)
-
-
-def gemm_cuda_bound(
-    size: ArrayLike, k: int, exact: ArrayLike, dtype: DTypeLike, *, mode: str
-) -> np.ndarray:
-    """Bounds a GEMM on the GPU, whose tensor cores keep few bits and truncate.
-
-    ``"fast"`` FP8 accumulation: ``ceil(K / 32) 2^-14 sum |a||b|``; ``"split"``, with
-    128 products at a time: ``(4 2^-14 + K 2^-24) sum |a||b|``; ``"wide"``, of 16-bit
-    operands: ``K 2^-23 sum |a||b|``, twice the bound of rounded sums.
-
-    Args:
-        size: ``sum |a| |b|`` of every element, with the bias, in float64.
-        k: number of products in an element.
-        exact: the result in float64.
-        dtype: of the result.
-        mode: "fast", "split" or "wide".
-
-    Returns:
-        The bound of every element, with the scales, the bias and the last rounding.
-
-    Example:
-        >>> float(gemm_cuda_bound(2.0**14, 32, 0.0, np.float32, mode="fast")) > 1
-        True
-    """
-    low = {"fast": -(-k // 32), "split": 4, "wide": 0}[mode]
-    count = {"fast": 0, "split": k, "wide": 2 * k}[mode]
-    size = np.asarray(size, np.float64)
-    error = low * 2.0**-14 * size + sum_bound(count, size, 3)
+    error = product_bound(k, size, terms, mode=mode)
     return error + output_rounding(exact, error, dtype)
 
 

@@ -48,7 +48,8 @@ def test_scales(length, margin):
 
 @pytest.mark.parametrize("length", LENGTHS)
 def test_push_amaxes(length):
-    amaxes = np.float32([[0, 0], [3, 0], [0, 1], [2.0**-126, 1], [3e38, 0]])
+    pairs = [[0, 0], [3, 0], [0, 1], [2.0**-126, 1], [3e38, 0]]
+    amaxes = np.array(pairs, np.float32)
     nonfinite = np.arange(5, dtype=np.int32)
     arrays = (
         histories(length, 0),

@@ -29,8 +29,7 @@ from _operands import (
     reference,
     same,
 )
-from _variants import CONTRACT as FUSED
-from _variants import HANDLERS, check
+from _variants import CONTRACT, HANDLERS, check
 from jax.sharding import AxisType
 
 import te_flax.ops
@@ -46,7 +45,7 @@ for module in pkgutil.iter_modules(te_flax.ops.__path__):
 OPS = {
     n: op
     for n, op in sorted(KernelOp.registry.items())
-    if n[:5] != "test_" and (op.handler not in HANDLERS or n in FUSED)
+    if n[:5] != "test_" and (op.handler not in HANDLERS or n in CONTRACT)
 }
 VARIANT = {op.name: variant for variant, op in GEMMS.items()}
 SIZES = (1, 19, 111, 1024)
@@ -67,7 +66,7 @@ each = pytest.mark.parametrize("name", OPS)
 
 def agree(op, attrs, arrays, got):
     """Compares with the reference bit for bit, or with float64."""
-    if op.name in FUSED:
+    if op.name in CONTRACT:
         check(op, attrs, arrays, got)
     elif op.name in VARIANT:
         orientation, scaling, bias = VARIANT[op.name]
@@ -96,7 +95,7 @@ def test_dtypes_and_sizes(name):
         calls = [operands(op, groups((m,), (k,), (5,)), dtype, attrs) for m, k in pairs]
         call = functools.partial(op, **attrs)
         got = compiled(lambda calls, call=call: [call(*c) for c in calls])(calls)
-        if name in VARIANT or name in FUSED:
+        if name in VARIANT or name in CONTRACT:
             wants = [None] * len(calls)
         else:
             plain = functools.partial(op.reference, **attrs)
@@ -156,7 +155,7 @@ def test_vmap(name):
             [a[i] if on else a for a, on in zip(call, mask, strict=True)]
             for i in range(n)
         ]
-        if name in VARIANT or name in FUSED:
+        if name in VARIANT or name in CONTRACT:
             for i in range(n):
                 agree(op, attrs, entries[i], [r[i] for r in results])
             continue

@@ -85,6 +85,21 @@ def test_sums_where_the_library_cannot_write_the_result():
         assert size(scaling, 64, 512, 256, out_dtype, bias) == extra
 
 
+def test_sums_where_the_bias_would_meet_a_rounded_product():
+    copies = 2 * 63 * 200 + 2 * 144 * 200
+    for m, k, n, orientation, aligned in (
+        *[(63, 200, 144, "nt", True), (63, 200, 144, "tn", False)],
+        *[(64, 17, 144, "nt", False), (64, 17, 144, "tn", True)],
+        *[(64, 200, 12, "nt", False), (64, 200, 12, "tt", False)],
+    ):
+        up = 256 * -(-4 * m * n // 256)
+        for bias, sums in ((None, 0), (jnp.bfloat16, 0 if aligned else up)):
+            assert size("none", m, k, n, bias=bias, orientation=orientation) == sums
+    for orientation, sums in (("nn", 0), ("tn", 4 * 63 * 144)):
+        got = size("mxfp8", 63, 200, 144, bias=jnp.bfloat16, orientation=orientation)
+        assert 0 <= got - copies - sums < 3 * 256
+
+
 def test_empty_dims_have_a_size():
     for scaling in ("none", "tensor", "mxfp8", "block_1d", "block_2d"):
         for m, k, n in ((0, 32, 16), (16, 0, 16), (16, 32, 0)):
