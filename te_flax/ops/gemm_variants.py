@@ -259,7 +259,7 @@ def _declare(orientation: str, scaling: str, with_bias: bool) -> KernelOp:
         handler_attrs={**fixed, "bias": with_bias},
         workspace=functools.partial(gemm_cuda.workspace, **named),
         supports=functools.partial(gemm_cuda.supports, **named),
-        prefers_reference=gemm_cuda.prefers_reference(scaling),
+        prefers_reference=gemm_cuda.prefers_reference,
         attrs={
             "k_ndim": int,
             "out_dtype": str,

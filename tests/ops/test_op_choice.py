@@ -204,9 +204,8 @@ def test_report_fits_a_screen(capsys):
     table = capsys.readouterr().out
     assert len(table.splitlines()) <= 36 * len(platforms())
     gemms = sum(op.startswith("gemm_") for op in _choice.REGISTRY)
-    if platforms() == ("cpu",):  # a GPU leaves only products without scales to XLA
-        assert f"gemm_* ({gemms}) " in table
-        assert "gemm_nn" not in table
+    assert f"gemm_* ({gemms}) " in table
+    assert "gemm_nn" not in table
 
 
 def test_rows_are_joined_only_where_equal():
