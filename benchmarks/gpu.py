@@ -174,7 +174,7 @@ def product_rows(repeats: int) -> Iterator[dict]:
             yield _row(f"product {m} x {n} x {k}", run, times, base, tflops=flops)
 
 
-def _kernels(n: int) -> Iterator[tuple[str, Callable, Callable | None, tuple]]:
+def _kernels(n: int) -> Iterator[tuple[str, Callable, Callable, tuple]]:
     """Name, our op, the plain jnp version and the operands of each kernel."""
     x = jax.random.normal(jax.random.key(0), (n, n), jnp.bfloat16)
     scale, ones = jnp.float32(60), jnp.ones(n, jnp.bfloat16)

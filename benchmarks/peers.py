@@ -7,6 +7,7 @@ bfloat16 activations, as ours have.
 
 import contextlib
 import functools
+import importlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -141,7 +142,8 @@ def _linen(model: linen.Module, work: Work, context: Callable | None = None) -> 
     variables = model.init(jax.random.key(0), x)
 
     def value(variables, x, dy):
-        return loss(model.apply(variables, x), dy)
+        y: Any = model.apply(variables, x)
+        return loss(y, dy)
 
     gradients = jax.jit(jax.value_and_grad(value, argnums=(0, 1)))
     state = {"variables": variables}
@@ -171,9 +173,9 @@ def flax_fp8(work: Work) -> Step:
 
 def transformer_engine(work: Work, recipe: str) -> Step:
     """Transformer Engine's layer under its own recipe; needs transformer_engine."""
-    from transformer_engine.common import recipe as recipes
-    from transformer_engine.jax import autocast
-    from transformer_engine.jax import flax as te_linen
+    recipes = importlib.import_module("transformer_engine.common.recipe")
+    te_linen = importlib.import_module("transformer_engine.jax.flax")
+    autocast = importlib.import_module("transformer_engine.jax").autocast
 
     made = {
         "delayed_scaling": recipes.DelayedScaling,

@@ -96,21 +96,21 @@ class BlockQuantizer:
             **dict.fromkeys(formats, self.format),
         )
         if self.two_dimensional:  # one array of scales for both
-            *codes, scale = arrays
-            scales = [scale] * len(codes)
+            *codes, shared = arrays
+            scales = [shared] * len(codes)
         else:
             codes, scales = arrays[::2], arrays[1::2]
         made = {
             name: ScaledTensor(
                 data=data,
-                scale=scale,
+                scale=block_scale,
                 scaling="block_2d" if self.two_dimensional else "block_1d",
                 rowwise=name == "row",
                 transposed=name == "col",
                 k_ndim=k_ndim,
                 format=self.format,
             )
-            for name, data, scale in zip(copies, codes, scales, strict=True)
+            for name, data, block_scale in zip(copies, codes, scales, strict=True)
         }
         measured = reduce_amax(measured, amax_axes)
         return Quantized(made.get("row"), made.get("col"), measured)

@@ -91,14 +91,14 @@ class NVFP4Quantizer:
         """
         check_orientations("NVFP4Quantizer", rowwise, colwise)
         measured = reduce_amax(AMAX(x, impl=impl)[0], amax_axes)
-        scale = ops.NVFP4_SCALE(measured[0], impl=impl)
+        levels = ops.NVFP4_SCALE(measured[0], impl=impl)
         row = col = None
         common = {"k_ndim": k_ndim, "format": "e2m1", "logical_shape": x.shape}
         if self.two_dimensional:
             *codes, block_scale, _ = _TWO_D[rowwise, colwise](
-                x, scale[0], k_ndim=k_ndim, impl=impl
+                x, levels[0], k_ndim=k_ndim, impl=impl
             )
-            common |= {"scale": block_scale, "global_scale": scale[1]}
+            common |= {"scale": block_scale, "global_scale": levels[1]}
             common |= {"scaling": "nvfp4_2d"}
             if rowwise:
                 row = ScaledTensor(data=codes[0], **common)
@@ -110,7 +110,7 @@ class NVFP4Quantizer:
         keys = _keys(key if self.stochastic else None)
         common |= {"scaling": "nvfp4_1d"}
         if rowwise:
-            row = self._copy(x, scale, k_ndim, keys[0], impl, common)
+            row = self._copy(x, levels, k_ndim, keys[0], impl, common)
         if colwise:
             common |= {"rowwise": False, "transposed": True, "hadamard": self.hadamard}
             order = (*range(x.ndim - k_ndim, x.ndim), *range(x.ndim - k_ndim))
@@ -119,8 +119,8 @@ class NVFP4Quantizer:
             if self.hadamard:  # has an amax of its own
                 y, last = HADAMARD(x, k_ndim=k_ndim, impl=impl)[0], 2
                 own = reduce_amax(AMAX(y, impl=impl)[0], amax_axes)
-                scale = ops.NVFP4_SCALE(own[0], impl=impl)
-            col = self._copy(y, scale, last, keys[1], impl, common)
+                levels = ops.NVFP4_SCALE(own[0], impl=impl)
+            col = self._copy(y, levels, last, keys[1], impl, common)
         return Quantized(row, col, measured)
 
     def _copy(self, x, scale, k_ndim: int, key, impl, common: dict) -> ScaledTensor:

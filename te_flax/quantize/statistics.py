@@ -162,8 +162,14 @@ def _count(
     size, scale_inv = jnp.float32(max(x.size, 1)), _largest_inverse(tensor)
     if amax_axes:
         size, scale_inv = lax.psum(size, amax_axes), lax.pmax(scale_inv, amax_axes)
-    totals = (_total(mask, amax_axes) for mask in (saturated, flushed))
-    return _Counts(amax, scale_inv, size, *totals, nonfinite)
+    return _Counts(
+        amax,
+        scale_inv,
+        size,
+        _total(saturated, amax_axes),
+        _total(flushed, amax_axes),
+        nonfinite,
+    )
 
 
 def _numbers(

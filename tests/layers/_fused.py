@@ -11,6 +11,7 @@ from flax import nnx
 
 import te_flax as te
 from te_flax.testing.formats import Rule
+from te_flax.testing.numerics import output_rounding
 
 BLOCKS = {
     "float8_block_scaling": te.Float8BlockScaling(),
@@ -141,6 +142,16 @@ def wide(state, **names):
         if variable is not None:
             found[name] = np.asarray(variable[...]).astype(np.float64)
     return found
+
+
+def cast_back(ball, dtype):
+    """A gradient that is rounded to dtype and widened again on its way back.
+
+    On a GPU XLA leaves both conversions out (xla_allow_excess_precision).
+    """
+    if jax.default_backend() == "gpu":
+        return ball.grown(output_rounding(ball.value, ball.radius, dtype))
+    return ball.rounded(dtype)
 
 
 def check(got, balls, exact, rough, where=""):

@@ -13,6 +13,7 @@ from _fused import (
     KINDS,
     NORMS,
     RECIPES,
+    cast_back,
     check,
     context,
     flat,
@@ -136,7 +137,7 @@ def test_both_passes_against_float64(recipe, norm, bias, shape, layout, dtype):
     run = exact_chain(layer, x, dy, norm, dtype, recipe)
     cast = ("bias",) if recipe else ("bias", "kernel")
     balls, exact, rough = (
-        {n: b.rounded(dtype) if n in cast else b for n, b in run(rule=r[0]).items()}
+        {n: cast_back(b, dtype) if n in cast else b for n, b in run(rule=r[0]).items()}
         for r in (rule, rules(layer, None), noisy(rule))
     )
     got = {"y": y, "dx": dx} | wide(grads, **NAMES)

@@ -12,6 +12,7 @@ from _dense import data
 from _fused import (
     KINDS,
     NORMS,
+    cast_back,
     check,
     context,
     flat,
@@ -145,7 +146,7 @@ def operands(layer, dtype, recipe):
 def gradients(balls, dtype, recipe):
     """Gradients of what was cast to dtype were rounded to it on their way back."""
     cast = ("wi_bias", "wo_bias", *(("wi", "wo") if recipe is None else ()))
-    return balls | {n: balls[n].rounded(dtype) for n in cast if n in balls}
+    return balls | {n: cast_back(balls[n], dtype) for n in cast if n in balls}
 
 
 @pytest.mark.parametrize(Case._fields, cases())

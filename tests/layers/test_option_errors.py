@@ -28,7 +28,8 @@ def _parameters(layer):
         for name in ("axis", "input_axes"):
             own.pop(name)
         if layer is te.LayerNormMLP:
-            own.pop("kernel_axes"), own.pop("bias_axes")
+            own.pop("kernel_axes")
+            own.pop("bias_axes")
     return own
 
 

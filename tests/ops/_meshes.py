@@ -22,7 +22,9 @@ _WORDS = (
 
 
 def mesh(*types, shape=(4, 2), names=("dp", "tp")):
-    return jax.make_mesh(shape, names, axis_types=types)
+    # Of the CPU, also where the tests of the GPU import this.
+    cpus = jax.devices("cpu")
+    return jax.make_mesh(shape, names, axis_types=types, devices=cpus)
 
 
 MESHES = {

@@ -116,7 +116,7 @@ def test_x_is_not_copied_for_its_one_slice():
         lambda x: ACT_BWD(H, x, x[:, None], **options),
     )
     for call in calls:
-        text = jax.jit(call).lower(x).compile().as_text()
+        text = jax.jit(call).lower(x).compile().as_text() or ""
         assert 'custom_call_target="te_flax.act_' in text
         assert " copy(" not in text
 

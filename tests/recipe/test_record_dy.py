@@ -2,6 +2,7 @@
 
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -58,7 +59,7 @@ def step(layer, dy):
 @functools.partial(jax.jit, static_argnums=0)
 def _expected(recipe, dy, amax):
     given = amax if isinstance(recipe, te.DelayedScaling) else None
-    quantizer = recipe.quantizers().dy
+    quantizer: Any = recipe.quantizers().dy
     scale = None if given is None else quantizer.scale(given)
     pair = quantizer(dy, k_ndim=1, rowwise=True, colwise=True, scale=scale)
     return statistics(dy, pair.rowwise)
