@@ -58,9 +58,8 @@ def step(layer, dy):
 
 @functools.partial(jax.jit, static_argnums=0)
 def _expected(recipe, dy, amax):
-    given = amax if isinstance(recipe, te.DelayedScaling) else None
     quantizer: Any = recipe.quantizers().dy
-    scale = None if given is None else quantizer.scale(given)
+    scale = quantizer.scale(amax) if isinstance(recipe, te.DelayedScaling) else None
     pair = quantizer(dy, k_ndim=1, rowwise=True, colwise=True, scale=scale)
     return statistics(dy, pair.rowwise)
 
