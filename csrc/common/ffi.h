@@ -31,6 +31,8 @@ std::string Show(const Range& dims) {
   return text + ")";
 }
 
+inline int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
 inline int64_t Product(Dims dims, size_t begin, size_t end) {
   int64_t product = 1;
   for (size_t i = begin; i < end; ++i) product *= dims[i];

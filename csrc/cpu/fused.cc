@@ -7,11 +7,7 @@
 #include "cpu/scalar.h"
 
 namespace te_flax::cpu {
-namespace {
-
-int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-}  // namespace
+namespace {}  // namespace
 
 ffi::ErrorOr<FusedCall> ReadFused(std::string_view where, ffi::RemainingArgs args,
                                   ffi::RemainingRets rets, ffi::Dictionary attrs, size_t n_own,

@@ -16,8 +16,6 @@ constexpr int64_t kBlock = 128;
 constexpr int64_t kTileCols = 8 * kBlock;
 constexpr int64_t kStrip = 32;  // columns transposed at a time: whole cache lines, 16 KB
 
-int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 struct Scale {
   float scale;
   float inverse;

@@ -11,8 +11,6 @@ constexpr std::string_view kWhere = "quantize_mxfp8";
 // Whole pages of x, and a tile and the next one fit the second-level cache.
 int64_t TileCols(const Matrix& x) { return std::min<int64_t>(kMxTileCols, 8192 / x.Bytes()); }
 
-int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 // Scales [outer, inner] of one copy, inner along the blocks of one row of codes. Swizzled: the
 // 128 x 4 tiles of cuBLASLt, each stored as [32][4][4].
 struct Scales {

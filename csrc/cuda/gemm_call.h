@@ -14,7 +14,6 @@ enum class Scaling { kNone, kTensor, kMxfp8, kBlock1d, kBlock2d };
 
 constexpr int64_t kRegion = 256;  // alignment of each part of the scratch memory
 
-inline int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 inline int64_t RoundUp(int64_t a, int64_t b) { return CeilDiv(a, b) * b; }
 
 // Hands out parts of a buffer, and counts on beyond its end: what it gives must be checked before

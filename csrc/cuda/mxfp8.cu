@@ -7,8 +7,6 @@ namespace {
 
 constexpr std::string_view kWhere = "quantize_mxfp8";
 
-int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 // Bytes of the scales of `rows` rows of `blocks` blocks.
 int64_t ScaleBytes(int64_t rows, int64_t blocks, bool swizzled) {
   return swizzled ? CeilDiv(rows, 128) * CeilDiv(blocks, 4) * 512 : rows * blocks;
