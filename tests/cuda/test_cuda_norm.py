@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import test_norm as on_cpu
 from _gpu import BF16, F16, F32, FLAGS, GPU, native
 from _norms import (
     DTYPES,
@@ -156,17 +157,7 @@ def test_gradients_are_within_the_bound(kind, k):
 @pytest.mark.parametrize("k", [37, 1024, 3000, 8192, 17_000])
 def test_a_row_depends_on_that_row_only(family, k):
     """Not on its index, nor on the number of rows."""
-    m = 70
-    own = draw(family, (m,), (k,), (BF16, F32))
-    attrs = attributes(family, (k,), F32)
-    whole = plain(native, family, *own, **attrs)
-    per_row = [dims.startswith("M..") for dims in family.operands.values()]
-    kept = 1 if "dgamma" in family.extras else len(whole)
-    for rows in (slice(3, 4), slice(1, 66), slice(None, None, -1)):
-        cut = [a[rows] if on else a for a, on in zip(own, per_row, strict=True)]
-        part = plain(native, family, *cut, **attrs)
-        for a, b in zip(part[:kept], whole[:kept], strict=True):
-            same_bits(a, b[rows])
+    on_cpu.test_a_row_depends_on_that_row_only(family, native, k)
 
 
 @each_family
@@ -189,16 +180,10 @@ def test_sums_over_no_tokens_are_zero(kind):
         same_bits(found, np.zeros(33, F32))
 
 
-def test_a_constant_row_gives_beta():
+@pytest.mark.parametrize("k", [19, 111, 1000, 5001, 30_000])
+def test_a_constant_row_gives_beta(k):
     """Its mean is exactly itself, whatever the sum lost."""
-    for k in (19, 111, 1000, 5001, 30_000):
-        x = np.array([0.1, 1 / 3, 4e4 + 1 / 3, 1e-20, -7e15], F32)[:, None]
-        x = np.repeat(x, k, 1)
-        gamma, beta = np.full(k, 3, F32), np.arange(k, dtype=F32)
-        attrs = attributes(NORM_FWD["layernorm"], (k,), F32)
-        h, mean, _ = plain(native, NORM_FWD["layernorm"], x, gamma, beta, **attrs)
-        same_bits(mean, x[:, 0])
-        same_bits(h, np.broadcast_to(beta, x.shape))
+    on_cpu.test_a_constant_row_gives_beta(native, k)
 
 
 @each_kind
@@ -262,23 +247,11 @@ def test_subnormal_inputs_count_as_zero(kind):
 @each_kind
 def test_a_row_without_variance_and_epsilon_is_nan(kind):
     """0 / 0, as in nnx; rstd is the infinity that says why."""
-    x = np.zeros((2, 19), F32)
-    x[1] = np.arange(19)
-    parameters = [np.ones(19, F32)] * (1 + (kind == "layernorm"))
-    attrs = attributes(NORM_FWD[kind], (19,), F32, epsilon=0.0)
-    h, *stats = plain(native, NORM_FWD[kind], x, *parameters, **attrs)
-    assert np.isnan(h[0]).all()
-    assert np.isfinite(h[1]).all()
-    assert stats[-1][0] == np.inf
+    on_cpu.test_a_row_without_variance_and_epsilon_is_nan(kind, native)
 
 
 def test_a_row_without_elements():
-    x, none = np.zeros((3, 0), F32), np.zeros(0, F32)
-    attrs = attributes(NORM_FWD["layernorm"], (0,), F32)
-    h, mean, rstd = plain(native, NORM_FWD["layernorm"], x, none, none, **attrs)
-    assert h.shape == (3, 0)
-    same_bits(mean, np.full(3, np.nan, F32))
-    same_bits(rstd, np.full(3, np.nan, F32))
+    on_cpu.test_a_row_without_elements(native)
 
 
 def test_vmap_joins_the_rows():
