@@ -6,7 +6,6 @@ import jax.numpy as jnp
 
 from te_flax.ops._fused import Family, Variant
 from te_flax.ops.activation import QUANTIZE_DBIAS
-from te_flax.ops.amax import AMAX
 from te_flax.quantize.mailbox import reduce_amax
 from te_flax.quantize.mxfp8 import MXFP8Quantizer
 from te_flax.quantize.per_tensor import TensorQuantizer
@@ -179,8 +178,7 @@ def quantize_dbias(
     if dbias and (fused or isinstance(quantizer, TensorQuantizer)):
         measured = None
         if scale is None and isinstance(quantizer, TensorQuantizer):
-            measured = reduce_amax(AMAX(x, impl=impl)[0], amax_axes)
-            scale = quantizer.scale(measured[0], impl=impl)
+            scale, measured = quantizer.measure(x, amax_axes, impl=impl)
         out = {"out_dtype": x.dtype.name, "scale": scale, "dbias": True}
         made = produce(quantizer, QUANTIZE_DBIAS, x, **how, **out)
         if measured is not None:

@@ -85,8 +85,7 @@ class TensorQuantizer:
         check_orientations("TensorQuantizer", rowwise, colwise)
         measured = None
         if scale is None:
-            measured = reduce_amax(AMAX(x, impl=impl)[0], amax_axes)
-            scale = self.scale(measured[0], impl=impl)
+            scale, measured = self.measure(x, amax_axes, impl=impl)
         copies = ["row"] * rowwise + ["col"] * colwise
         *codes, found = _OPS[rowwise, colwise](
             x,
@@ -103,6 +102,13 @@ class TensorQuantizer:
             self.tensor(made.get("col"), scale.scale_inv, False, k_ndim),
             measured,
         )
+
+    def measure(
+        self, x: Array, amax_axes: tuple[str, ...] = (), *, impl: tuple | None = None
+    ) -> tuple[Scale, Array]:
+        """The scale that x itself asks for, and its amax, float32 ``[2]``."""
+        amax = reduce_amax(AMAX(x, impl=impl)[0], amax_axes)
+        return self.scale(amax[0], impl=impl), amax
 
     def scale(self, amax: Array, *, impl: tuple | None = None) -> Scale:
         """The scale that an amax, float32 ``[]``, asks for."""
