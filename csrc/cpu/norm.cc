@@ -1,4 +1,6 @@
 // FFI handlers of LayerNorm and RMSNorm, forward and backward, with fused quantization.
+#include "common/norm.h"
+
 #include <vector>
 
 #include "cpu/fused.h"
@@ -111,24 +113,8 @@ class Backward : public Norm {
   std::vector<float> mean_g_xhat_;
 };
 
-// The attributes of both directions.
-struct Options {
-  bool layernorm;
-  bool zero_centered;
-  int64_t k_ndim;
-};
-
-ffi::ErrorOr<Options> ReadOptions(std::string_view where, const ffi::Dictionary& attrs) {
-  TE_ASSIGN_OR_RETURN(kind, Attr<std::string_view>(where, attrs, "kind"));
-  TE_ASSIGN_OR_RETURN(zero_centered, Attr<bool>(where, attrs, "zero_centered_gamma"));
-  TE_ASSIGN_OR_RETURN(k_ndim, Attr<int64_t>(where, attrs, "k_ndim"));
-  if (kind != "layernorm" && kind != "rmsnorm") {
-    return ffi::Unexpected(Invalid(where, "kind", "be layernorm or rmsnorm", kind, kReport));
-  }
-  return Options{kind == "layernorm", zero_centered, k_ndim};
-}
-
-void SetX(const Matrix& x, const Options& options, const std::vector<float>& gamma, NormTile* t) {
+void SetX(const Matrix& x, const NormOptions& options, const std::vector<float>& gamma,
+          NormTile* t) {
   t->layernorm = options.layernorm;
   t->rows = x.rows;
   t->cols = x.cols;
@@ -141,7 +127,7 @@ void SetX(const Matrix& x, const Options& options, const std::vector<float>& gam
 ffi::Error NormFwdImpl(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
                        ffi::Dictionary attrs) {
   constexpr std::string_view kWhere = "norm_fwd";
-  TE_ASSIGN_OR_RETURN(options, ReadOptions(kWhere, attrs));
+  TE_ASSIGN_OR_RETURN(options, ReadNormOptions(kWhere, attrs));
   TE_ASSIGN_OR_RETURN(epsilon, Attr<float>(kWhere, attrs, "epsilon"));
   const size_t n_own = options.layernorm ? 3 : 2;
   TE_ASSIGN_OR_RETURN(call, ReadFused(kWhere, args, rets, attrs, n_own, n_own - 1));
@@ -173,7 +159,7 @@ ffi::Error NormFwdImpl(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Remai
 ffi::Error NormBwdImpl(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
                        ffi::Dictionary attrs) {
   constexpr std::string_view kWhere = "norm_bwd";
-  TE_ASSIGN_OR_RETURN(options, ReadOptions(kWhere, attrs));
+  TE_ASSIGN_OR_RETURN(options, ReadNormOptions(kWhere, attrs));
   const size_t n_own = options.layernorm ? 5 : 4;
   TE_ASSIGN_OR_RETURN(call, ReadFused(kWhere, args, rets, attrs, n_own, n_own - 3));
   if (call.kept) return ffi::Error::Success();

@@ -2,27 +2,14 @@
 #ifndef TE_FLAX_CUDA_NORM_H_
 #define TE_FLAX_CUDA_NORM_H_
 
+#include "common/norm.h"
 #include "cuda/fused.h"
 #include "cuda/kernels/norm.cuh"
 
 namespace te_flax::cuda {
 
-// The attributes of both directions.
-struct NormOptions {
-  bool layernorm;
-  float centre;  // added to gamma; -0 changes nothing
-  int64_t k_ndim;
-};
-
-inline ffi::ErrorOr<NormOptions> ReadOptions(std::string_view where, const ffi::Dictionary& attrs) {
-  TE_ASSIGN_OR_RETURN(kind, Attr<std::string_view>(where, attrs, "kind"));
-  TE_ASSIGN_OR_RETURN(zero_centered, Attr<bool>(where, attrs, "zero_centered_gamma"));
-  TE_ASSIGN_OR_RETURN(k_ndim, Attr<int64_t>(where, attrs, "k_ndim"));
-  if (kind != "layernorm" && kind != "rmsnorm") {
-    return ffi::Unexpected(Invalid(where, "kind", "be layernorm or rmsnorm", kind, kReport));
-  }
-  return NormOptions{kind == "layernorm", zero_centered ? 1.0f : -0.0f, k_ndim};
-}
+// What is added to gamma; -0 changes nothing.
+inline float CentreOf(const NormOptions& options) { return options.zero_centered ? 1.0f : -0.0f; }
 
 // An operand of `count` elements, in rows of k.
 inline ffi::ErrorOr<Array> TakeArray(std::string_view where, std::string_view name,

@@ -11,7 +11,7 @@ ffi::ErrorOr<NormBackward> ReadBackward(const FusedCall& call, const NormOptions
   NormBackward p = {};
   p.m = extent.rows;
   p.k = extent.cols;
-  p.centre = options.centre;
+  p.centre = CentreOf(options);
   TE_ASSIGN_OR_RETURN(dy, TakeArray(where, "dy", call.own[0], extent.size(), p.k));
   TE_ASSIGN_OR_RETURN(x, TakeArray(where, "x", call.own[1], extent.size(), p.k));
   TE_ASSIGN_OR_RETURN(gamma, TakeArray(where, "gamma", call.own[2], p.k, p.k));
@@ -80,7 +80,7 @@ ffi::Error QuantizeDx(cudaStream_t stream, const FusedCall& call, const void* dx
 ffi::Error NormBwdImpl(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
                        ffi::Dictionary attrs) {
   constexpr std::string_view kWhere = "norm_bwd";
-  TE_ASSIGN_OR_RETURN(options, ReadOptions(kWhere, attrs));
+  TE_ASSIGN_OR_RETURN(options, ReadNormOptions(kWhere, attrs));
   const size_t n_own = options.layernorm ? 5 : 4;
   FusedCall call;
   TE_RETURN_IF_ERROR(

@@ -26,7 +26,7 @@ ffi::ErrorOr<NormForward> ReadForward(const FusedCall& call, const NormOptions& 
   p.m = extent.rows;
   p.k = extent.cols;
   p.epsilon = epsilon >= 0x1p-126f ? epsilon : 0.0f;
-  p.centre = options.centre;
+  p.centre = CentreOf(options);
   TE_ASSIGN_OR_RETURN(x, TakeArray(where, "x", call.own[0], extent.size(), p.k));
   TE_ASSIGN_OR_RETURN(gamma, TakeArray(where, "gamma", call.own[1], p.k, p.k));
   TE_ASSIGN_OR_RETURN(rstd, Floats(where, "rstd", call.extras.back(), p.m));
@@ -45,7 +45,7 @@ ffi::ErrorOr<NormForward> ReadForward(const FusedCall& call, const NormOptions& 
 ffi::Error NormFwdImpl(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
                        ffi::Dictionary attrs) {
   constexpr std::string_view kWhere = "norm_fwd";
-  TE_ASSIGN_OR_RETURN(options, ReadOptions(kWhere, attrs));
+  TE_ASSIGN_OR_RETURN(options, ReadNormOptions(kWhere, attrs));
   TE_ASSIGN_OR_RETURN(epsilon, Attr<float>(kWhere, attrs, "epsilon"));
   const size_t n_own = options.layernorm ? 3 : 2;
   FusedCall call;
