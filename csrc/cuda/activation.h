@@ -16,21 +16,33 @@ inline ActivationInput InputOf(const ActivationCall& x) {
 ffi::Error RunGatedBackward(cudaStream_t stream, const FusedCall& call, const FusedShape& shape,
                             const ActivationInput& in);
 
-// Runs Source<dtype of h, whether an operand may be float32>, made of `in`.
-template <template <Float, bool> class Source>
+// The activations that have kernels of their own.
+using KnownGelu = Known<Activation::kGelu, 1, Float::kBf16>;
+using KnownSwiglu = Known<Activation::kSilu, 2, Float::kBf16>;
+
+// Runs Source<dtype of h, whether an operand may be float32, what is known>, made of `in`; the
+// first of `Cases` that fits is known.
+template <template <Float, bool, class> class Source, class... Cases>
 ffi::Error RunTyped(cudaStream_t stream, const FusedCall& call, const ActivationInput& in,
                     const Outputs& out) {
-  const bool wide = in.x_dtype == Float::kF32 || (in.dy != nullptr && in.dy_dtype == Float::kF32);
   ffi::Error error;
+  const auto run = [&](auto known) {
+    using Case = decltype(known);
+    if (!out.Whole() || call.dtype != Case::kType || !Case::Fits(in)) return false;
+    error = RunFused(stream, call, Source<Case::kType, false, Case>{in}, out);
+    return true;
+  };
+  if ((run(Cases()) || ...)) return error;
+  const bool wide = in.x_dtype == Float::kF32 || (in.dy != nullptr && in.dy_dtype == Float::kF32);
   WithFloat(call.dtype, [&](auto type) {
     constexpr Float kType = decltype(type)::value;
     if constexpr (kType != Float::kF32) {
       if (!wide) {
-        error = RunFused(stream, call, Source<kType, false>{in}, out);
+        error = RunFused(stream, call, Source<kType, false, AtRunTime>{in}, out);
         return;
       }
     }
-    error = RunFused(stream, call, Source<kType, true>{in}, out);
+    error = RunFused(stream, call, Source<kType, true, AtRunTime>{in}, out);
   });
   return error;
 }

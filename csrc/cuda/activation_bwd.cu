@@ -4,8 +4,8 @@
 namespace te_flax::cuda {
 namespace {
 
-template <Float dtype, bool kWide>
-using PlainBackward = ActivationBackward<dtype, kWide, 1>;
+template <Float dtype, bool kWide, class Case>
+using PlainBackward = ActivationBackward<dtype, kWide, 1, Case>;
 
 ffi::Error ActBwdImpl(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
                       ffi::Dictionary attrs) {
@@ -23,7 +23,7 @@ ffi::Error ActBwdImpl(cudaStream_t stream, ffi::RemainingArgs args, ffi::Remaini
   if (x.slices == 2) return RunGatedBackward(stream, call, shape, in);
   Outputs out;
   TE_RETURN_IF_ERROR(Describe(stream, call, shape, {in.x, in.dy}, &out));
-  return RunTyped<PlainBackward>(stream, call, in, out);
+  return RunTyped<PlainBackward, KnownGelu>(stream, call, in, out);
 }
 
 }  // namespace

@@ -13,7 +13,7 @@ ffi::Error ActFwdImpl(cudaStream_t stream, ffi::RemainingArgs args, ffi::Remaini
   TE_ASSIGN_OR_RETURN(x, ReadActivation(kWhere, call.own[0], attrs));
   Outputs out;
   TE_RETURN_IF_ERROR(Describe(stream, call, {x.rows, 1, x.cols}, {x.x}, &out));
-  return RunTyped<ActivationForward>(stream, call, InputOf(x), out);
+  return RunTyped<ActivationForward, KnownGelu, KnownSwiglu>(stream, call, InputOf(x), out);
 }
 
 }  // namespace

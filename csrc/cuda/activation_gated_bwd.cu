@@ -4,8 +4,8 @@
 namespace te_flax::cuda {
 namespace {
 
-template <Float dtype, bool kWide>
-using GatedBackward = ActivationBackward<dtype, kWide, 2>;
+template <Float dtype, bool kWide, class Case>
+using GatedBackward = ActivationBackward<dtype, kWide, 2, Case>;
 
 }  // namespace
 
@@ -15,7 +15,7 @@ ffi::Error RunGatedBackward(cudaStream_t stream, const FusedCall& call, const Fu
   const bool fits = shape.cols % kMxBlock == 0 && call.dtype != Float::kF32;
   if (call.scaling != Scaling::kMxfp8 || fits) {
     TE_RETURN_IF_ERROR(Describe(stream, call, shape, {in.x, in.dy}, &out));
-    return RunTyped<GatedBackward>(stream, call, in, out);
+    return RunTyped<GatedBackward, KnownSwiglu>(stream, call, in, out);
   }
   TE_RETURN_IF_ERROR(Describe(stream, call, {shape.rows, 1, shape.Width()}, {}, &out));
   ffi::Error error;

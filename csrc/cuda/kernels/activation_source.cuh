@@ -65,6 +65,7 @@ struct Rounded {
   static constexpr int kLoads = 1;
   static constexpr bool kFused = true;
   static constexpr bool kSums = true;
+  static constexpr bool kWhole = false;
   using Raw = AnyPack<true>;
   struct Columns {};
 
@@ -99,29 +100,58 @@ struct ActivationInput {
   const void* dy;
 };
 
-template <Float dtype, bool kWide>
+// What a kernel knows of its input when it is compiled: nothing,
+struct AtRunTime {
+  static constexpr bool kWhole = false;
+  static constexpr int kMaxSlices = 2;
+  __device__ static ActivationInput Of(const ActivationInput& in) { return in; }
+};
+
+// or all but the shape, which has whole tiles. That is less than half of the instructions.
+template <Activation activation, int slices, Float dtype>
+struct Known {
+  static constexpr Float kType = dtype;
+  static constexpr bool kWhole = true;
+  static constexpr int kMaxSlices = slices;
+
+  static bool Fits(const ActivationInput& in) {
+    return in.activation == activation && in.slices == slices && in.x_dtype == dtype &&
+           (in.dy == nullptr || in.dy_dtype == dtype);
+  }
+  __device__ static ActivationInput Of(ActivationInput in) {
+    in.activation = activation;
+    in.slices = slices;
+    in.x_dtype = in.dy_dtype = dtype;
+    return in;
+  }
+};
+
+template <Float dtype, bool kWide, class Known>
 struct ActivationForward {
   static constexpr Float kType = dtype;
   static constexpr int kSlices = 1;
-  static constexpr int kLoads = kWide ? 1 : 2;
+  static constexpr bool kWhole = Known::kWhole;
+  static constexpr int kLoads = Known::kMaxSlices == 1 ? kLaneRows : kWide ? 1 : 2;
   static constexpr bool kFused = true;
   static constexpr bool kSums = false;
   struct Raw {
-    AnyPack<kWide> x[2];
+    AnyPack<kWide> x[Known::kMaxSlices];
   };
   struct Columns {};
 
-  ActivationInput in;
+  ActivationInput given;
 
   __device__ Columns Begin(const Lane&) const { return {}; }
 
   __device__ void Load(const Position& at, Raw* raw) const {
+    const ActivationInput in = Known::Of(given);
     const int64_t index = at.m * in.slices * in.k + at.k;
     raw->x[0].Load(in.x_dtype, in.x, index, at.valid, at.aligned);
     if (in.slices == 2) raw->x[1].Load(in.x_dtype, in.x, index + in.k, at.valid, at.aligned);
   }
 
   __device__ void Make(const Columns&, const Position&, const Raw& raw, Pack<dtype> (&h)[1]) const {
+    const ActivationInput in = Known::Of(given);
 #pragma unroll
     for (int first = 0; first < kPack; first += kGroup) {
       Group x, value, slope;
@@ -169,21 +199,23 @@ struct Cotangents {
   }
 };
 
-template <Float dtype, bool kWide, int slices>
+template <Float dtype, bool kWide, int slices, class Known>
 struct ActivationBackward {
   static constexpr Float kType = dtype;
   static constexpr int kSlices = slices;
+  static constexpr bool kWhole = Known::kWhole;
   static constexpr int kLoads = kWide || slices == 2 ? 1 : 2;
   static constexpr bool kFused = true;
   static constexpr bool kSums = true;
   using Raw = typename Cotangents<slices, kWide>::Raw;
   struct Columns {};
 
-  ActivationInput in;
+  ActivationInput given;
 
   __device__ Columns Begin(const Lane&) const { return {}; }
 
   __device__ void Load(const Position& at, Raw* raw) const {
+    const ActivationInput in = Known::Of(given);
     raw->dy.Load(in.dy_dtype, in.dy, at.m * in.k + at.k, at.valid, at.aligned);
 #pragma unroll
     for (int s = 0; s < slices; ++s) {
@@ -194,6 +226,7 @@ struct ActivationBackward {
 
   __device__ void Make(const Columns&, const Position&, const Raw& raw,
                        Pack<dtype> (&h)[slices]) const {
+    const ActivationInput in = Known::Of(given);
 #pragma unroll
     for (int first = 0; first < kPack; first += kGroup) {
       Group dx[slices];
@@ -213,6 +246,7 @@ struct StraddlingBackward {
   static constexpr int kLoads = 1;
   static constexpr bool kFused = true;
   static constexpr bool kSums = true;
+  static constexpr bool kWhole = false;
   using Raw = Cotangents<2, true>::Raw;
   struct Columns {};
 

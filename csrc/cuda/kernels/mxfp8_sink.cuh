@@ -250,7 +250,7 @@ __device__ inline void FuseMxfp8Tile(const Source& source, const Outputs& out, c
   for (int i = 0; i < kLaneRows; ++i) packs[i] = waiting[warp.slice][i][thread];
   const Mxfp8Slice slice = {warp.slice * out.k, Shape::kSlices * out.k,
                             warp.slice * (out.k / kMxBlock)};
-  if (full) {
+  if (Source::kWhole || full) {
     ConsumeMxfp8<true, copies, Source>(out, at, slice, packs, seen);
   } else {
     ConsumeMxfp8<false, copies, Source>(out, at, slice, packs, seen);

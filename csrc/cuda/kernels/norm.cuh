@@ -355,6 +355,7 @@ struct NormSource {
   static constexpr int kLoads = in == Float::kF32 ? 2 : 4;
   static constexpr bool kFused = true;
   static constexpr bool kSums = false;
+  static constexpr bool kWhole = false;
   using Columns = Parameters;
   struct Raw {
     Pack<in> x;

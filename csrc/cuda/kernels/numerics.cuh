@@ -13,6 +13,7 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <cstring>
 
 #include "common/formats.h"
 
@@ -122,10 +123,10 @@ struct alignas(16) Pack {  // so that it is one or two words of 16 bytes in shar
         word = __float_as_uint(v[i]);
       } else if constexpr (dtype == Float::kBf16) {
         const __nv_bfloat162 pair = __floats2bfloat162_rn(v[2 * i], v[2 * i + 1]);
-        word = __bfloat16_as_ushort(pair.x) | uint32_t{__bfloat16_as_ushort(pair.y)} << 16;
+        memcpy(&word, &pair, sizeof(word));
       } else {
         const __half2 pair = __floats2half2_rn(v[2 * i], v[2 * i + 1]);
-        word = __half_as_ushort(pair.x) | uint32_t{__half_as_ushort(pair.y)} << 16;
+        memcpy(&word, &pair, sizeof(word));
       }
     }
   }

@@ -10,6 +10,7 @@
 //              while one is made.
 //   kFused     false: h is not asked for, only its copies and amax
 //   kSums      whether column sums may be asked for
+//   kWhole     all tiles are whole and aligned: the launch has seen to that
 //   Columns    what a thread keeps for its 8 columns, made once by Begin(at)
 //   Raw        what Load(at, &raw) fetches for one position; all loads of a group come first
 //   Make(columns, at, raw, h) computes the packs h[kSlices] of that position, rounded once.
@@ -21,6 +22,8 @@
 #include "cuda/kernels/numerics.cuh"
 
 namespace te_flax::cuda {
+
+constexpr int kWholeTile = 128;  // rows and columns: whole tiles of every kernel, in whole numbers
 
 // Null: not a result of the call.
 struct Outputs {
@@ -44,6 +47,8 @@ struct Outputs {
   // copy) wherever a pack is whole; what the Source reads is part of it.
   bool aligned;
   bool col_aligned;  // tensor scaling: 16-byte stores of col wherever 16 rows are valid
+
+  bool Whole() const { return aligned && m % kWholeTile == 0 && k % kWholeTile == 0; }
 };
 
 // The copies that a kernel makes: settled when it is compiled, or those with a pointer: kAny, and
@@ -95,6 +100,7 @@ struct Identity {
   static constexpr int kLoads = fused ? 4 : kLaneRows;
   static constexpr bool kFused = fused;
   static constexpr bool kSums = fused;
+  static constexpr bool kWhole = false;
   using Raw = Pack<dtype>;
   struct Columns {};
 
@@ -134,10 +140,11 @@ template <int kCount, class Source, typename Visit>
 __device__ inline void WalkLane(const Source& source, const Outputs& out, const Lane& lane,
                                 int begin, Visit visit) {
   constexpr int kLoads = Source::kLoads;
+  constexpr bool kWhole = Source::kWhole;
   using Raw = typename Source::Raw;
   Raw ahead[kLoads];
 #pragma unroll
-  for (int i = 0; i < kLoads; ++i) source.Load(PositionOf<false>(lane, begin + i, out), &ahead[i]);
+  for (int i = 0; i < kLoads; ++i) source.Load(PositionOf<kWhole>(lane, begin + i, out), &ahead[i]);
   const typename Source::Columns columns = source.Begin(lane);
 #pragma unroll 1
   for (int first = begin; first < begin + kCount; first += kLoads) {
@@ -147,12 +154,12 @@ __device__ inline void WalkLane(const Source& source, const Outputs& out, const 
     if (first + kLoads < begin + kCount) {
 #pragma unroll
       for (int i = 0; i < kLoads; ++i) {
-        source.Load(PositionOf<false>(lane, first + kLoads + i, out), &ahead[i]);
+        source.Load(PositionOf<kWhole>(lane, first + kLoads + i, out), &ahead[i]);
       }
     }
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
-      const Position at = PositionOf<false>(lane, first + i, out);
+      const Position at = PositionOf<kWhole>(lane, first + i, out);
       Pack<Source::kType> h[Source::kSlices];
       MakeAt(source, columns, at, raws[i], out, h);
       visit(first + i, at, h);

@@ -109,14 +109,18 @@ __device__ inline void StoreTileSums(const Outputs& out, LaneSums (&sums)[kSlice
   }
 }
 
+// Bytes that a thread has loaded and not used, at most: with the next group, if there is one.
+template <class Source>
+constexpr int kLoadedBytes = static_cast<int>(sizeof(typename Source::Raw)) * Source::kLoads *
+                             (Source::kLoads == kLaneRows ? 1 : 2);
+
 // Blocks on a multiprocessor. Three cost a fused kernel some spills, once a thread; where much is
 // loaded ahead they would be many. A plain quantizer takes what its loads leave.
 template <class Source, Copies copies>
-constexpr int kTileBlocks =
-    Source::kFused                 ? (sizeof(typename Source::Raw) * Source::kLoads <= 64 ? 3 : 2)
-    : Source::kType == Float::kF32 ? 2
-    : copies == Copies::kCol       ? 5
-                                   : 4;
+constexpr int kTileBlocks = Source::kFused                 ? (kLoadedBytes<Source> <= 128 ? 3 : 2)
+                            : Source::kType == Float::kF32 ? 2
+                            : copies == Copies::kCol       ? 5
+                                                           : 4;
 
 // One block makes a tile of 128 x 128 of every slice.
 template <class Source, Copies copies>
