@@ -58,12 +58,13 @@ inline ffi::Error Describe(cudaStream_t stream, const FusedCall& call, const Fus
   return Clear(call.where, stream, out->noop, call.dbias, shape.Width() * int64_t{sizeof(float)});
 }
 
-// result[width] = the sums of parts[n, width] over n, in a fixed order.
+// results[width] = the sums of parts[n, width] over n, in a fixed order.
 inline ffi::Error JoinSums(std::string_view where, cudaStream_t stream, const uint32_t* noop,
-                           const float* parts, int64_t n, int64_t width, float* result) {
+                           const float* parts, int64_t n, int64_t width, Joined results) {
   constexpr int kRows = 8;
-  JoinSumsKernel<kRows><<<Blocks(width, kJoinColumns), dim3(kJoinColumns, kRows), 0, stream>>>(
-      noop, parts, n, width, result);
+  const dim3 blocks(Blocks(width, kJoinColumns), results.second == nullptr ? 1 : 2);
+  JoinSumsKernel<kRows>
+      <<<blocks, dim3(kJoinColumns, kRows), 0, stream>>>(noop, parts, n, width, results);
   return CudaStatus(where, cudaGetLastError());
 }
 
@@ -73,7 +74,7 @@ inline ffi::Error FinishSums(cudaStream_t stream, const FusedCall& call, int64_t
   TE_RETURN_IF_ERROR(CudaStatus(call.where, cudaGetLastError()));
   if (call.dbias == nullptr) return ffi::Error::Success();
   return JoinSums(call.where, stream, out.noop, out.sums, (out.m + kSumRows - 1) / kSumRows, width,
-                  call.dbias);
+                  {call.dbias});
 }
 
 // Run the kernels of a call that Describe() has described.

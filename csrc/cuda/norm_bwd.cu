@@ -47,20 +47,35 @@ ffi::Error TakeScratch(const FusedCall& call, NormBackward* p) {
   return ffi::Error::Success();
 }
 
+cudaError_t LaunchGroups(cudaStream_t stream, void (*kernel)(NormBackward), unsigned groups,
+                         int threads, int bytes, const NormBackward& p) {
+  const cudaError_t status =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  if (status != cudaSuccess) return status;
+  kernel<<<groups, static_cast<unsigned>(threads), static_cast<size_t>(bytes), stream>>>(p);
+  return cudaGetLastError();
+}
+
 ffi::Error RunBackward(std::string_view where, cudaStream_t stream, const NormBackward& p,
                        Float dtype, unsigned groups) {
   cudaError_t status = cudaSuccess;
+  const bool aligned = p.dy.aligned && p.x.aligned && p.dx_aligned;
   WithTypes(p.x.dtype == p.dy.dtype ? p.x.dtype : Float::kF32, dtype, [&](auto in, auto out) {
+    constexpr Float kIn = decltype(in)::value;
+    constexpr Float kOut = decltype(out)::value;
     WithTeam(p.k, [&](auto threads, auto loop) {
       constexpr int kThreads = decltype(threads)::value;
+      constexpr int kBlock = Team<kThreads>::kBlock;
       constexpr bool kLoop = decltype(loop)::value;
-      constexpr int kBytes = kLoop ? 0 : SharedSums<kThreads>::kBytes;
-      const auto kernel =
-          NormBackwardKernel<decltype(in)::value, decltype(out)::value, kThreads, kLoop>;
-      status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
-      if (status != cudaSuccess) return;
-      kernel<<<groups, Team<kThreads>::kBlock, kBytes, stream>>>(p);
-      status = cudaGetLastError();
+      if constexpr (kIn == kOut && kOut != Float::kF32 && kThreads <= 256) {
+        if (aligned) {
+          status = LaunchGroups(stream, NormBackwardAheadKernel<kOut, kThreads>, groups, kBlock,
+                                RowsAhead<kOut, kThreads>::kBytes, p);
+          return;
+        }
+      }
+      status = LaunchGroups(stream, NormBackwardKernel<kIn, kOut, kThreads, kLoop>, groups, kBlock,
+                            kLoop ? 0 : SharedSums<kThreads>::kBytes, p);
     });
   });
   return CudaStatus(where, status);
@@ -102,10 +117,8 @@ ffi::Error NormBwdImpl(cudaStream_t stream, ffi::RemainingArgs args, ffi::Remain
   if (groups > 0) {
     TE_RETURN_IF_ERROR(RunBackward(kWhere, stream, p, call.dtype, static_cast<unsigned>(groups)));
   }
-  TE_RETURN_IF_ERROR(JoinSums(kWhere, stream, out.noop, p.dgamma, groups, p.k, dgamma));
-  if (options.layernorm) {
-    TE_RETURN_IF_ERROR(JoinSums(kWhere, stream, out.noop, p.dbeta, groups, p.k, dbeta));
-  }
+  TE_RETURN_IF_ERROR(JoinSums(kWhere, stream, out.noop, p.dgamma, groups, p.k,
+                              {dgamma, options.layernorm ? dbeta : nullptr}));
   return codes ? QuantizeDx(stream, call, p.dx, out) : ffi::Error::Success();
 }
 

@@ -1,4 +1,5 @@
 // FFI handler of LayerNorm and RMSNorm on CUDA, with fused quantization.
+#include "cuda/kernels/norm_band.cuh"
 #include "cuda/norm.h"
 
 namespace te_flax::cuda {
@@ -17,6 +18,37 @@ ffi::Error RunRows(std::string_view where, cudaStream_t stream, const NormForwar
     });
   });
   return CudaStatus(where, cudaGetLastError());
+}
+
+// Whether NormBandKernel can make all results.
+ffi::Error FitsBands(const FusedCall& call, const NormForward& p, const Outputs& out, bool* fits) {
+  *fits = call.scaling == Scaling::kTensor && out.col != nullptr && p.x.dtype == call.dtype &&
+          call.dtype != Float::kF32 && out.aligned && p.x.aligned && p.m > 0 &&
+          p.m % kBandRows == 0 && p.k > 0 && p.k % kBandPack == 0 && p.k <= kBandBlocks * kSlice;
+  if (!*fits) return ffi::Error::Success();
+  int device = 0, clusters = 0;
+  TE_RETURN_IF_ERROR(CudaStatus(call.where, cudaGetDevice(&device)));
+  TE_RETURN_IF_ERROR(
+      CudaStatus(call.where, cudaDeviceGetAttribute(&clusters, cudaDevAttrClusterLaunch, device)));
+  *fits = clusters != 0;
+  return ffi::Error::Success();
+}
+
+ffi::Error RunBands(cudaStream_t stream, const FusedCall& call, const NormForward& p,
+                    const Outputs& out) {
+  const unsigned blocks = Blocks(p.k, kSlice);
+  cudaLaunchAttribute cluster = {};
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim = {blocks, 1, 1};
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(Blocks(p.m, kBandRows) * blocks);
+  config.blockDim = dim3(kBandThreads);
+  config.stream = stream;
+  config.attrs = &cluster;
+  config.numAttrs = 1;
+  const auto kernel =
+      call.dtype == Float::kBf16 ? NormBandKernel<Float::kBf16> : NormBandKernel<Float::kF16>;
+  return CudaStatus(call.where, cudaLaunchKernelEx(&config, kernel, p, out));
 }
 
 ffi::ErrorOr<NormForward> ReadForward(const FusedCall& call, const NormOptions& options,
@@ -56,6 +88,9 @@ ffi::Error NormFwdImpl(cudaStream_t stream, ffi::RemainingArgs args, ffi::Remain
   Outputs out;
   TE_RETURN_IF_ERROR(
       Describe(stream, call, FusedShape{p.m, 1, p.k}, {call.own[0].untyped_data()}, &out));
+  bool in_bands = false;
+  TE_RETURN_IF_ERROR(FitsBands(call, p, out, &in_bands));
+  if (in_bands) return RunBands(stream, call, p, out);
   const bool in_tiles = out.col != nullptr || out.row_values;
   TE_RETURN_IF_ERROR(RunRows(kWhere, stream, p, call.dtype, out, !in_tiles));
   if (!in_tiles) return ffi::Error::Success();

@@ -43,12 +43,21 @@ struct LaneSums {
 
 constexpr int kJoinColumns = 32;  // that one block makes
 
+// Results of the kernel below, one or two.
+struct Joined {
+  float* first;
+  float* second = nullptr;
+};
+
 // result[width] = the sum of parts[n, width]: rows r, r + kRows, .. one by one, then these sums.
+// The second result's parts lie behind those of the first.
 template <int kRows>
 __global__ void __launch_bounds__(kJoinColumns* kRows)
     JoinSumsKernel(const uint32_t* noop, const float* __restrict__ parts, int64_t n, int64_t width,
-                   float* result) {
+                   Joined results) {
   if (Skips(noop)) return;
+  float* const result = blockIdx.y == 0 ? results.first : results.second;
+  parts += blockIdx.y * n * width;
   __shared__ float sums[kRows][kJoinColumns];
   const int64_t column = int64_t{blockIdx.x} * kJoinColumns + threadIdx.x;
   float sum = 0;

@@ -63,6 +63,7 @@ struct Parameters {
   float gamma[kPack];
   float beta[kPack];
 
+  __device__ Parameters() {}
   __device__ Parameters(const Array& of_gamma, float centre, const Array& of_beta, int64_t column,
                         int valid) {
     LoadParameter(of_gamma, column, valid, centre, gamma);
@@ -206,6 +207,9 @@ struct NormForward {
 // A row of x that a team holds, or with kLoop reads again for every use.
 template <Float dtype, int kThreads, bool kLoop>
 struct NormRow {
+  static constexpr int kCount = 1;
+  using Slots = float[1][Team<kThreads>::kWarps];
+
   const Array& x;
   int64_t first;  // element of x
   Columns<kThreads> columns;
@@ -239,18 +243,19 @@ struct NormRow {
     }
   }
 
-  // The mean of term(value) over the row.
+  // The mean of term(0, value) over the row.
   template <typename Term>
-  __device__ float Mean(float (&slots)[1][Team<kThreads>::kWarps], Term term) {
+  __device__ float Mean(Slots& slots, Term term) {
     RunningSum<kLoop> sum;
     ForEach([&](int64_t, int count, const Pack<dtype>& pack) {
       if (count <= 0) return;
-      sum.Add(SumPack(count, [&](int j) { return term(__uint_as_float(pack.Bits(j))); }));
+      sum.Add(SumPack(count, [&](int j) { return term(0, __uint_as_float(pack.Bits(j))); }));
     });
     float total[1] = {sum.Total()};
     Team<kThreads>::Sum(total, slots);
     return __fdiv_rn(total[0], static_cast<float>(columns.k));
   }
+  __device__ void Spread(float v, float (&all)[1]) const { all[0] = v; }
 };
 
 struct NormStats {
@@ -263,25 +268,34 @@ struct NormStats {
   }
 };
 
-// A row whose sum of squares is not finite is NaN: rstd says so.
-template <Float dtype, int kThreads, bool kLoop>
-__device__ inline NormStats StatsOf(NormRow<dtype, kThreads, kLoop>& row, bool layernorm,
-                                    float epsilon) {
-  __shared__ float slots[3][1][Team<kThreads>::kWarps];
-  NormStats stats = {0.0f, 0.0f};
+// Of the rows that a thread works on, NormRow or alike: Mean() is that of one row r for each
+// thread, and Spread() tells them all. A row whose sum of squares is not finite is NaN: rstd says
+// so.
+template <class Rows>
+__device__ inline void StatsOf(Rows& rows, typename Rows::Slots (&slots)[3], bool layernorm,
+                               float epsilon, NormStats (&stats)[Rows::kCount]) {
+  float means[Rows::kCount] = {}, rstds[Rows::kCount];
   if (layernorm) {
-    const float near = row.Mean(slots[0], [](float x) { return x; });
+    const float near = rows.Mean(slots[0], [](int, float x) { return x; });
+    rows.Spread(near, means);
     // What the first sum lost: a constant row has exactly its own mean.
-    stats.mean = AddFtz(near, row.Mean(slots[1], [&](float x) { return SubFtz(x, near); }));
+    const float rest = rows.Mean(slots[1], [&](int r, float x) { return SubFtz(x, means[r]); });
+    rows.Spread(AddFtz(near, rest), means);
   }
-  const float square = row.Mean(slots[2], [&](float x) {
-    const float d = SubFtz(x, stats.mean);
+  const float square = rows.Mean(slots[2], [&](int r, float x) {
+    const float d = SubFtz(x, means[r]);
     return MulFtz(d, d);
   });
   const float variance = AddFtz(square, epsilon);
   const bool finite = variance < __uint_as_float(kInf);
-  stats.rstd = finite ? __fdiv_rn(1.0f, __fsqrt_rn(variance)) : __uint_as_float(kQuietNan);
-  return stats;
+  rows.Spread(finite ? __fdiv_rn(1.0f, __fsqrt_rn(variance)) : __uint_as_float(kQuietNan), rstds);
+#pragma unroll
+  for (int r = 0; r < Rows::kCount; ++r) stats[r] = {means[r], rstds[r]};
+}
+
+__device__ inline void StoreStats(const NormForward& p, int64_t row, const NormStats& stats) {
+  if (p.mean != nullptr) p.mean[row] = QuietFloat(stats.mean);
+  p.rstd[row] = stats.rstd;
 }
 
 // h of eight elements, before it is rounded. Without beta there is no sum: -0 changes nothing.
@@ -328,18 +342,17 @@ __global__ void __launch_bounds__(Team<kThreads>::kBlock)
   // From the last row to the first: what comes next begins with rows that are still in the cache.
   const int64_t index = int64_t{gridDim.x - 1 - blockIdx.x} * Rows::kRows + Rows::Row();
   NormRow<in, kThreads, kLoop> row(p.x, index, p.m, p.k);
-  const NormStats stats = StatsOf(row, p.mean != nullptr, p.epsilon);
-  if (Rows::Lane() == 0 && index < p.m) {
-    if (p.mean != nullptr) p.mean[index] = QuietFloat(stats.mean);
-    p.rstd[index] = stats.rstd;
-  }
+  __shared__ typename NormRow<in, kThreads, kLoop>::Slots slots[3];
+  NormStats stats[1];
+  StatsOf(row, slots, p.mean != nullptr, p.epsilon, stats);
+  if (Rows::Lane() == 0 && index < p.m) StoreStats(p, index, stats[0]);
   if (!results) return;
   const float scale = out.scale == nullptr ? 1.0f : __ldg(out.scale);
   Amax seen;
   row.ForEach([&](int64_t column, int valid, const Pack<in>& pack) {
     const Parameters parameters(p.gamma, p.centre, p.beta, column, valid);
     float v[kPack];
-    Normalize(pack, stats, parameters, v);
+    Normalize(pack, stats[0], parameters, v);
     Pack<dtype> h = Rounded<dtype>(v);
     if (valid < kPack) h.Keep(valid);
     StoreOfRow(out, index, column, valid, h, scale, &seen);

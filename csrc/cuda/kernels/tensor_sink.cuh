@@ -48,25 +48,21 @@ __device__ inline void Transpose4x4(const uint32_t (&in)[4], uint32_t (&out)[4])
   out[3] = __byte_perm(ab23, cd23, 0x7632);
 }
 
-// Writes the codes of a tile, which lie in shared memory as words of four columns, to `col` [k, m]:
-// each thread takes 16 rows of 4 columns, and 8 neighbouring threads fill 128 bytes of a col row.
-__device__ inline void StoreTransposed(const Outputs& out, uint8_t* col,
-                                       const uint32_t (&tile)[kTile][kTile / 4], int64_t m0,
-                                       int64_t k0) {
-  const int block = threadIdx.x % 8;
-  const int quad = threadIdx.x / 8;
+// Writes the codes of rows m .. m + 15 of columns k .. k + 3 to `col` [k, m]; word(r) holds the
+// four of row m + r.
+template <typename Word>
+__device__ inline void StoreFourColumns(const Outputs& out, uint8_t* col, int64_t m, int64_t k,
+                                        Word word) {
   uint32_t columns[4][4];  // [column][rows 4i .. 4i + 3]
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     uint32_t rows[4], words[4];
 #pragma unroll
-    for (int j = 0; j < 4; ++j) rows[j] = tile[16 * block + 4 * i + j][quad ^ (4 * block)];
+    for (int j = 0; j < 4; ++j) rows[j] = word(4 * i + j);
     Transpose4x4(rows, words);
 #pragma unroll
     for (int j = 0; j < 4; ++j) columns[j][i] = words[j];
   }
-  const int64_t m = m0 + 16 * block;
-  const int64_t k = k0 + 4 * quad;
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
     if (k + j >= out.k || m >= out.m) continue;
@@ -81,6 +77,17 @@ __device__ inline void StoreTransposed(const Outputs& out, uint8_t* col,
       if (m + i < out.m) to[i] = static_cast<uint8_t>(columns[j][i / 4] >> (8 * (i % 4)));
     }
   }
+}
+
+// Writes the codes of a tile, which lie in shared memory as words of four columns, to `col` [k, m]:
+// each thread takes 16 rows of 4 columns, and 8 neighbouring threads fill 128 bytes of a col row.
+__device__ inline void StoreTransposed(const Outputs& out, uint8_t* col,
+                                       const uint32_t (&tile)[kTile][kTile / 4], int64_t m0,
+                                       int64_t k0) {
+  const int block = threadIdx.x % 8;
+  const int quad = threadIdx.x / 8;
+  StoreFourColumns(out, col, m0 + 16 * block, k0 + 4 * quad,
+                   [&](int r) { return tile[16 * block + r][quad ^ (4 * block)]; });
 }
 
 // Joins the sums of the rows of one tile and stores them. Two warps hold 32 rows of 128 columns.
