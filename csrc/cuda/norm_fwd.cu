@@ -57,6 +57,7 @@ ffi::Error NormFwdImpl(cudaStream_t stream, ffi::RemainingArgs args, ffi::Remain
   TE_RETURN_IF_ERROR(
       Describe(stream, call, FusedShape{p.m, 1, p.k}, {call.own[0].untyped_data()}, &out));
   const bool in_tiles = out.col != nullptr || out.row_values;
+  if (!in_tiles) TE_RETURN_IF_ERROR(ClearAmax(stream, call, out));
   TE_RETURN_IF_ERROR(RunRows(kWhere, stream, p, call.dtype, out, !in_tiles));
   if (!in_tiles) return ffi::Error::Success();
   ffi::Error error = ffi::Error::Success();
