@@ -130,6 +130,13 @@ def test_kernels_know_neither_xla_nor_nanobind():
 CPU_KERNELS = ("kernels*", "simd*.inc", "lanes_*.h", "scalar.h", "flush.h")
 
 
+def test_compiled_modules_use_no_streams():
+    """A libstdc++ linked statically crashes in them (gcc 13 of a developer toolset)."""
+    for path in (ROOT / "csrc").rglob("*.[hc]*"):
+        headers = re.findall(r"#include <(\w*stream|iomanip|locale)>", path.read_text())
+        assert not headers, (path, headers)
+
+
 def test_cpu_kernels_include_only_themselves():
     """A vector kernel that shares inline code may run it on a CPU that lacks it."""
     csrc = ROOT / "csrc"

@@ -11,15 +11,13 @@ ffi::Error AmaxImpl(cudaStream_t stream, ffi::AnyBuffer x, ffi::Result<ffi::AnyB
   TE_ASSIGN_OR_RETURN(dtype, FloatOf(kWhere, "x", x.element_type()));
   TE_RETURN_IF_ERROR(CheckCount(kWhere, "amax", *amax, ffi::DataType::F32, 2));
   const auto n = static_cast<int64_t>(x.element_count());
-  TE_RETURN_IF_ERROR(Clear(kWhere, stream, nullptr, amax->untyped_data(), 2 * sizeof(float)));
-  if (n == 0) return ffi::Error::Success();
-  const unsigned blocks = Blocks(n, int64_t{kFlatThreads} * kFlatPacks * kPack, kMaxFlatBlocks);
-  WithFloat(dtype, [&](auto type) {
-    AmaxKernel<decltype(type)::value>
-        <<<blocks, kFlatThreads, 0, stream>>>(x.untyped_data(), n, AlignedTo(x.untyped_data(), 16),
-                                              static_cast<uint32_t*>(amax->untyped_data()));
+  auto* result = static_cast<uint32_t*>(amax->untyped_data());
+  if (n == 0) return Clear(kWhere, stream, nullptr, result, 2 * sizeof(float));
+  return WithFloat(dtype, [&](auto type) {
+    return LaunchWithAmax(kWhere, stream, nullptr, result, AmaxKernel<decltype(type)::value>,
+                          CeilDiv(n, kFlatPerBlock), kFlatThreads, x.untyped_data(), n,
+                          AlignedTo(x.untyped_data(), 16), result);
   });
-  return CudaStatus(kWhere, cudaGetLastError());
 }
 
 ffi::ErrorOr<ScaleRule> ReadRule(std::string_view where, const ffi::Dictionary& attrs) {

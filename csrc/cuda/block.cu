@@ -81,25 +81,21 @@ ffi::Error ReadRules(const ffi::Dictionary& attrs, BlockQuantize* q) {
 }
 
 template <Float dtype, bool kRow, bool kCol>
-void LaunchKernel(cudaStream_t stream, const BlockQuantize& q, bool two_dimensional) {
-  const unsigned blocks = Blocks(Tiles(q.out.m) * Tiles(q.out.k), 1);
-  if (two_dimensional) {
-    QuantizeSquareKernel<dtype, kRow, kCol><<<blocks, kTileThreads, 0, stream>>>(q);
-  } else {
-    QuantizeBlockKernel<dtype, kRow, kCol><<<blocks, kTileThreads, 0, stream>>>(q);
-  }
+ffi::Error LaunchKernel(cudaStream_t stream, const BlockQuantize& q, bool two_dimensional) {
+  const auto kernel = two_dimensional ? QuantizeSquareKernel<dtype, kRow, kCol>
+                                      : QuantizeBlockKernel<dtype, kRow, kCol>;
+  return LaunchWithAmax(kWhere, stream, q.out.noop, q.out.amax, kernel, TensorTiles(q.out),
+                        kTileThreads, q);
 }
 
-void Launch(cudaStream_t stream, Float dtype, const BlockQuantize& q, const Wanted& wanted) {
-  WithFloat(dtype, [&](auto type) {
+ffi::Error Launch(cudaStream_t stream, Float dtype, const BlockQuantize& q, const Wanted& wanted) {
+  return WithFloat(dtype, [&](auto type) {
     constexpr Float kType = decltype(type)::value;
     if (wanted.row && wanted.col) {
-      LaunchKernel<kType, true, true>(stream, q, wanted.two_dimensional);
-    } else if (wanted.row) {
-      LaunchKernel<kType, true, false>(stream, q, wanted.two_dimensional);
-    } else {
-      LaunchKernel<kType, false, true>(stream, q, wanted.two_dimensional);
+      return LaunchKernel<kType, true, true>(stream, q, wanted.two_dimensional);
     }
+    if (wanted.row) return LaunchKernel<kType, true, false>(stream, q, wanted.two_dimensional);
+    return LaunchKernel<kType, false, true>(stream, q, wanted.two_dimensional);
   });
 }
 
@@ -124,10 +120,8 @@ ffi::Error QuantizeBlockImpl(cudaStream_t stream, ffi::RemainingArgs args, ffi::
     TE_ASSIGN_OR_RETURN(flag, TakeNoop(kWhere, stream, all));
     q.out.noop = flag;
   }
-  TE_RETURN_IF_ERROR(Clear(kWhere, stream, q.out.noop, q.out.amax, 2 * sizeof(float)));
-  if (extent.size() == 0) return ffi::Error::Success();
-  Launch(stream, dtype, q, wanted);
-  return CudaStatus(kWhere, cudaGetLastError());
+  if (extent.size() == 0) return Clear(kWhere, stream, q.out.noop, q.out.amax, 2 * sizeof(float));
+  return Launch(stream, dtype, q, wanted);
 }
 
 }  // namespace

@@ -17,8 +17,13 @@ inline int64_t SumBytes(const FusedCall& call, const FusedShape& shape) {
   return (shape.rows + kSumRows - 1) / kSumRows * shape.Width() * int64_t{sizeof(float)};
 }
 
-// Checks the results, obeys noop, clears amax (and dbias where nothing else writes it), and fills
-// the kernels' view. `reads`: the pointers that a Source loads whole packs from.
+// amax [2] of a call whose kernel, if it has any, does not start from zeros itself.
+inline ffi::Error ClearAmax(cudaStream_t stream, const FusedCall& call, const Outputs& out) {
+  return Clear(call.where, stream, out.noop, out.amax, 2 * sizeof(float));
+}
+
+// Checks the results, obeys noop, clears amax and dbias where no kernel will run, and fills the
+// kernels' view. `reads`: the pointers that a Source loads whole packs from.
 inline ffi::Error Describe(cudaStream_t stream, const FusedCall& call, const FusedShape& shape,
                            std::initializer_list<const void*> reads, Outputs* out) {
   TE_RETURN_IF_ERROR(CheckResults(call, shape));
@@ -53,7 +58,7 @@ inline ffi::Error Describe(cudaStream_t stream, const FusedCall& call, const Fus
     if (call.col_values) out->aligned &= AlignedTo(call.col, 16);
   }
   out->col_aligned = AlignedTo(call.col, 16) && shape.rows % 16 == 0;
-  TE_RETURN_IF_ERROR(Clear(call.where, stream, out->noop, out->amax, 2 * sizeof(float)));
+  if (shape.rows * shape.Width() == 0) TE_RETURN_IF_ERROR(ClearAmax(stream, call, *out));
   if (call.dbias == nullptr || shape.rows > 0) return ffi::Error::Success();
   return Clear(call.where, stream, out->noop, call.dbias, shape.Width() * int64_t{sizeof(float)});
 }
@@ -71,7 +76,6 @@ inline ffi::Error JoinSums(std::string_view where, cudaStream_t stream, const ui
 // Writes dbias, if it is asked for, from the partial sums of a kernel.
 inline ffi::Error FinishSums(cudaStream_t stream, const FusedCall& call, int64_t width,
                              const Outputs& out) {
-  TE_RETURN_IF_ERROR(CudaStatus(call.where, cudaGetLastError()));
   if (call.dbias == nullptr) return ffi::Error::Success();
   return JoinSums(call.where, stream, out.noop, out.sums, (out.m + kSumRows - 1) / kSumRows, width,
                   {call.dbias});
@@ -82,13 +86,11 @@ template <class Source>
 ffi::Error RunMxfp8(cudaStream_t stream, const FusedCall& call, const Source& source,
                     const Outputs& out) {
   if (out.m * out.k == 0) return ffi::Error::Success();
-  const unsigned blocks = Blocks(Mxfp8Blocks<Source>(out), 1);
-  constexpr int kThreads = Mxfp8Shape<Source>::kThreads;
-  if (out.row_values || out.col_values) {
-    Mxfp8Kernel<Source, Copies::kValues><<<blocks, kThreads, 0, stream>>>(source, out);
-  } else {
-    Mxfp8Kernel<Source, Copies::kAny><<<blocks, kThreads, 0, stream>>>(source, out);
-  }
+  const auto kernel = out.row_values || out.col_values ? Mxfp8Kernel<Source, Copies::kValues>
+                                                       : Mxfp8Kernel<Source, Copies::kAny>;
+  TE_RETURN_IF_ERROR(LaunchWithAmax(call.where, stream, out.noop, out.amax, kernel,
+                                    Mxfp8Groups<Source>(out), Mxfp8Shape<Source>::kThreads, source,
+                                    out));
   return FinishSums(stream, call, Source::kSlices * out.k, out);
 }
 
@@ -99,8 +101,9 @@ ffi::Error RunFused(cudaStream_t stream, const FusedCall& call, const Source& so
     if (call.scaling == Scaling::kMxfp8) return RunMxfp8(stream, call, source, out);
   }
   if (out.m * out.k == 0) return ffi::Error::Success();
-  TensorTileKernel<Source, Copies::kAny>
-      <<<Blocks(TensorTiles(out), 1), kTileThreads, 0, stream>>>(source, out);
+  TE_RETURN_IF_ERROR(LaunchWithAmax(call.where, stream, out.noop, out.amax,
+                                    TensorTileKernel<Source, Copies::kAny>, TensorTiles(out),
+                                    kTileThreads, source, out));
   return FinishSums(stream, call, Source::kSlices * out.k, out);
 }
 

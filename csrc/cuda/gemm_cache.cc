@@ -4,38 +4,74 @@
 
 #include <cerrno>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <filesystem>
-#include <fstream>
-#include <sstream>
+#include <memory>
 
 namespace te_flax::cuda {
 namespace {
 
 constexpr char kFormat[] = "te_flax cublaslt algorithms 1";
 
+// The C library's files and numbers: with a libstdc++ linked statically, the streams of C++ crash
+// in a module of a process that has its own libstdc++ (seen with gcc 13).
+struct Close {
+  void operator()(std::FILE* file) const { std::fclose(file); }
+};
+using File = std::unique_ptr<std::FILE, Close>;
+
+std::string ReadAll(std::FILE* file) {
+  std::string text;
+  char part[4096];
+  while (const size_t n = std::fread(part, 1, sizeof(part), file)) text.append(part, n);
+  return text;
+}
+
 bool ParseLine(const std::string& line, AlgoTable* table) {
-  std::istringstream stream(line);
-  std::string key, rest;
+  const size_t space = line.find(' ');
+  if (space == 0 || space == std::string::npos) return false;
   AlgoWords words = {};
-  if (!(stream >> key)) return false;
+  const char* at = line.c_str() + space;
   for (uint64_t& word : words) {
-    if (!(stream >> std::hex >> word)) return false;
+    char* end = nullptr;
+    if (*at != ' ') return false;
+    word = std::strtoull(at, &end, 16);
+    if (end == at) return false;
+    at = end;
   }
-  if (stream >> rest) return false;
-  (*table)[key] = words;
+  if (*at != '\0') return false;
+  (*table)[line.substr(0, space)] = words;
   return true;
+}
+
+// Whether all of it was written.
+bool Write(std::FILE* file, const AlgoTable& table) {
+  std::fprintf(file, "%s\n", kFormat);
+  for (const auto& [name, words] : table) {
+    std::fputs(name.c_str(), file);
+    for (const uint64_t word : words) {
+      std::fprintf(file, " %llx", static_cast<unsigned long long>(word));
+    }
+    std::fputc('\n', file);
+  }
+  return std::fflush(file) == 0 && std::ferror(file) == 0;
 }
 
 }  // namespace
 
 AlgoTable ReadAlgos(const std::string& path, std::string* warning) {
   AlgoTable table;
-  std::ifstream file(path);
-  if (!file) return table;
-  std::string line;
-  bool sound = std::getline(file, line) && line == kFormat;
-  while (sound && std::getline(file, line)) sound = ParseLine(line, &table);
+  const File file(std::fopen(path.c_str(), "r"));
+  if (file == nullptr) return table;
+  const std::string text = ReadAll(file.get());
+  bool first = true, sound = !text.empty();
+  for (size_t begin = 0, end; sound && begin < text.size(); begin = end + 1) {
+    end = text.find('\n', begin);
+    const std::string line = text.substr(begin, end - begin);
+    sound = end != std::string::npos && (first ? line == kFormat : ParseLine(line, &table));
+    first = false;
+  }
   if (!sound) *warning = path + " is damaged: what it lacks is timed again";
   return table;
 }
@@ -48,15 +84,8 @@ std::string AddAlgo(const std::string& path, const std::string& key, const AlgoW
   std::filesystem::create_directories(std::filesystem::path(path).parent_path(), error);
   const std::string own = path + "." + std::to_string(getpid());
   {
-    std::ofstream file(own, std::ios::trunc);
-    file << kFormat << "\n" << std::hex;
-    for (const auto& [name, entry] : table) {
-      file << name;
-      for (const uint64_t word : entry) file << " " << word;
-      file << "\n";
-    }
-    file.flush();
-    if (!file) {
+    const File file(std::fopen(own.c_str(), "w"));
+    if (file == nullptr || !Write(file.get(), table)) {
       std::filesystem::remove(own, error);
       return "cannot write " + own;
     }

@@ -31,6 +31,33 @@ inline bool AlignedTo(const void* pointer, uintptr_t bytes) {
 ffi::Error Clear(std::string_view where, cudaStream_t stream, const uint32_t* noop, void* to,
                  int64_t bytes);
 
+// Launches a kernel that strides over `blocks` blocks and ends with Amax::Store(amax). A grid of a
+// few rounds is launched cooperatively, as many blocks as the GPU holds at once, and needs no
+// launch to clear amax. A larger one would lose more by the fixed share of each block: the GPU
+// hands its blocks out one by one.
+template <typename... Params>
+ffi::Error LaunchWithAmax(std::string_view where, cudaStream_t stream, const uint32_t* noop,
+                          uint32_t* amax, void (*kernel)(Params...), int64_t blocks, int threads,
+                          const std::decay_t<Params>&... values) {
+  constexpr int64_t kRounds = 4;
+  int device = 0, processors = 0, resident = 0;
+  TE_RETURN_IF_ERROR(CudaStatus(where, cudaGetDevice(&device)));
+  TE_RETURN_IF_ERROR(CudaStatus(
+      where, cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device)));
+  const auto* entry = reinterpret_cast<const void*>(kernel);
+  TE_RETURN_IF_ERROR(CudaStatus(
+      where, cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, entry, threads, 0)));
+  void* parameters[] = {const_cast<void*>(static_cast<const void*>(&values))...};
+  const int64_t round = int64_t{processors} * resident;
+  if (blocks <= kRounds * round) {
+    return CudaStatus(where, cudaLaunchCooperativeKernel(entry, dim3(Blocks(blocks, 1, round)),
+                                                         dim3(threads), parameters, 0, stream));
+  }
+  TE_RETURN_IF_ERROR(Clear(where, stream, noop, amax, 2 * sizeof(float)));
+  return CudaStatus(where, cudaLaunchKernel(entry, dim3(Blocks(blocks, 1)), dim3(threads),
+                                            parameters, 0, stream));
+}
+
 // The flag of the noop variants, whose operands are noop, x, ..., previous results. The results
 // are made equal to the previous ones first: XLA aliases them, so that costs nothing.
 ffi::ErrorOr<const uint32_t*> TakeNoop(std::string_view where, cudaStream_t stream,
@@ -38,15 +65,16 @@ ffi::ErrorOr<const uint32_t*> TakeNoop(std::string_view where, cudaStream_t stre
 
 // Calls fn with an integral_constant of the type, for kernels that are templates over it.
 template <typename Fn>
-void WithFloat(Float dtype, Fn fn) {
+auto WithFloat(Float dtype, Fn fn) {
   switch (dtype) {
-    case Float::kF32:
-      return fn(std::integral_constant<Float, Float::kF32>());
     case Float::kBf16:
       return fn(std::integral_constant<Float, Float::kBf16>());
     case Float::kF16:
       return fn(std::integral_constant<Float, Float::kF16>());
+    case Float::kF32:
+      break;
   }
+  return fn(std::integral_constant<Float, Float::kF32>());
 }
 
 }  // namespace te_flax::cuda

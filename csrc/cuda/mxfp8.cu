@@ -53,24 +53,22 @@ ffi::Error Describe(cudaStream_t stream, const Operands& all, const ffi::Diction
                p->k % kPack == 0;
   TE_RETURN_IF_ERROR(CheckCount(kWhere, "amax", all.rets.back(), ffi::DataType::F32, 2));
   p->amax = static_cast<uint32_t*>(all.rets.back().untyped_data());
-  return Clear(kWhere, stream, p->noop, p->amax, 2 * sizeof(float));
+  return ffi::Error::Success();
 }
 
-void Launch(cudaStream_t stream, Float dtype, const void* x, const Outputs& p) {
-  WithFloat(dtype, [&](auto type) {
+ffi::Error Launch(cudaStream_t stream, Float dtype, const void* x, const Outputs& p) {
+  return WithFloat(dtype, [&](auto type) {
     using Source = Identity<decltype(type)::value, false>;
-    const Source source = {x, p.k};
-    const unsigned blocks = Blocks(Mxfp8Blocks<Source>(p), 1);
-    constexpr int kThreads = Mxfp8Shape<Source>::kThreads;
+    auto kernel = Mxfp8Kernel<Source, Copies::kBoth>;
     if (p.row_values || p.col_values) {
-      Mxfp8Kernel<Source, Copies::kValues><<<blocks, kThreads, 0, stream>>>(source, p);
+      kernel = Mxfp8Kernel<Source, Copies::kValues>;
     } else if (p.col == nullptr) {
-      Mxfp8Kernel<Source, Copies::kRow><<<blocks, kThreads, 0, stream>>>(source, p);
+      kernel = Mxfp8Kernel<Source, Copies::kRow>;
     } else if (p.row == nullptr) {
-      Mxfp8Kernel<Source, Copies::kCol><<<blocks, kThreads, 0, stream>>>(source, p);
-    } else {
-      Mxfp8Kernel<Source, Copies::kBoth><<<blocks, kThreads, 0, stream>>>(source, p);
+      kernel = Mxfp8Kernel<Source, Copies::kCol>;
     }
+    return LaunchWithAmax(kWhere, stream, p.noop, p.amax, kernel, Mxfp8Groups<Source>(p),
+                          Mxfp8Shape<Source>::kThreads, Source{x, p.k}, p);
   });
 }
 
@@ -94,9 +92,8 @@ ffi::Error QuantizeMxfp8Impl(cudaStream_t stream, ffi::RemainingArgs args, ffi::
     p.noop = flag;
   }
   TE_RETURN_IF_ERROR(Describe(stream, all, attrs, x.untyped_data(), row, col, &p));
-  if (p.m * p.k == 0) return ffi::Error::Success();
-  Launch(stream, dtype, x.untyped_data(), p);
-  return CudaStatus(kWhere, cudaGetLastError());
+  if (p.m * p.k == 0) return Clear(kWhere, stream, p.noop, p.amax, 2 * sizeof(float));
+  return Launch(stream, dtype, x.untyped_data(), p);
 }
 
 }  // namespace

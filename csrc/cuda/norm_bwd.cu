@@ -113,7 +113,10 @@ ffi::Error NormBwdImpl(cudaStream_t stream, ffi::RemainingArgs args, ffi::Remain
   p.noop = out.noop;
   p.dx_aligned = p.k % kPack == 0 && AlignedTo(p.dx, 16);
   const bool codes = call.scaling != Scaling::kNone;
-  if (!codes) p.amax = out.amax;
+  if (!codes) {
+    TE_RETURN_IF_ERROR(ClearAmax(stream, call, out));
+    p.amax = out.amax;
+  }
   if (groups > 0) {
     TE_RETURN_IF_ERROR(RunBackward(kWhere, stream, p, call.dtype, static_cast<unsigned>(groups)));
   }

@@ -90,8 +90,9 @@ ffi::Error NormFwdImpl(cudaStream_t stream, ffi::RemainingArgs args, ffi::Remain
       Describe(stream, call, FusedShape{p.m, 1, p.k}, {call.own[0].untyped_data()}, &out));
   bool in_bands = false;
   TE_RETURN_IF_ERROR(FitsBands(call, p, out, &in_bands));
+  const bool in_tiles = !in_bands && (out.col != nullptr || out.row_values);
+  if (!in_tiles) TE_RETURN_IF_ERROR(ClearAmax(stream, call, out));
   if (in_bands) return RunBands(stream, call, p, out);
-  const bool in_tiles = out.col != nullptr || out.row_values;
   TE_RETURN_IF_ERROR(RunRows(kWhere, stream, p, call.dtype, out, !in_tiles));
   if (!in_tiles) return ffi::Error::Success();
   ffi::Error error = ffi::Error::Success();

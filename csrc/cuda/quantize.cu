@@ -34,24 +34,18 @@ ffi::ErrorOr<Outputs> Describe(const Operands& all, bool noop, bool row, bool co
   return p;
 }
 
-void Launch(cudaStream_t stream, Float dtype, const void* x, const Outputs& p) {
-  WithFloat(dtype, [&](auto type) {
+ffi::Error Launch(cudaStream_t stream, Float dtype, const void* x, const Outputs& p) {
+  return WithFloat(dtype, [&](auto type) {
     constexpr Float kType = decltype(type)::value;
+    using Source = Identity<kType, false>;
     if (p.col == nullptr) {
-      constexpr int64_t kPerBlock = int64_t{kFlatThreads} * kFlatPacks * kPack;
-      QuantizeFlatKernel<kType>
-          <<<Blocks(p.m * p.k, kPerBlock, kMaxFlatBlocks), kFlatThreads, 0, stream>>>(x, p);
-      return;
+      return LaunchWithAmax(kWhere, stream, p.noop, p.amax, QuantizeFlatKernel<kType>,
+                            CeilDiv(p.m * p.k, kFlatPerBlock), kFlatThreads, x, p);
     }
-    const Identity<kType, false> source = {x, p.k};
-    const unsigned tiles = Blocks(TensorTiles(p), 1);
-    if (p.row == nullptr) {
-      TensorTileKernel<Identity<kType, false>, Copies::kCol>
-          <<<tiles, kTileThreads, 0, stream>>>(source, p);
-    } else {
-      TensorTileKernel<Identity<kType, false>, Copies::kBoth>
-          <<<tiles, kTileThreads, 0, stream>>>(source, p);
-    }
+    const auto kernel = p.row == nullptr ? TensorTileKernel<Source, Copies::kCol>
+                                         : TensorTileKernel<Source, Copies::kBoth>;
+    return LaunchWithAmax(kWhere, stream, p.noop, p.amax, kernel, TensorTiles(p), kTileThreads,
+                          Source{x, p.k}, p);
   });
 }
 
@@ -69,10 +63,8 @@ ffi::Error QuantizeTensorImpl(cudaStream_t stream, ffi::RemainingArgs args, ffi:
     TE_ASSIGN_OR_RETURN(flag, TakeNoop(kWhere, stream, all));
     p.noop = flag;
   }
-  TE_RETURN_IF_ERROR(Clear(kWhere, stream, p.noop, p.amax, 2 * sizeof(float)));
-  if (p.m * p.k == 0) return ffi::Error::Success();
-  Launch(stream, dtype, all.args[noop ? 1 : 0].untyped_data(), p);
-  return CudaStatus(kWhere, cudaGetLastError());
+  if (p.m * p.k == 0) return Clear(kWhere, stream, p.noop, p.amax, 2 * sizeof(float));
+  return Launch(stream, dtype, all.args[noop ? 1 : 0].untyped_data(), p);
 }
 
 }  // namespace

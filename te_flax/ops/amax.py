@@ -36,14 +36,14 @@ def _amax_to_scale(
     floor = floor if floor >= 2.0**-126 else np.float32(0)
     a = jnp.maximum(_bits.as_float(jnp.where(finite, bits, 0)), floor)
     usable = finite & (a > 0)
-    scale = jnp.float32(FP8_MAX[format]) / jnp.where(usable, a, 1)
+    scale = _bits.divide(jnp.float32(FP8_MAX[format]), jnp.where(usable, a, 1))
     scale = scale * jnp.float32(2.0**-margin)
     # The product may be subnormal; flushed or not, the clamp lifts it to 2^-126.
     scale = jnp.clip(scale, jnp.float32(2.0**-126), jnp.float32(2.0**126))
     if power_of_2:
         scale = _bits.as_float(_bits.as_bits(scale) & _bits.INF)
     scale = jnp.where(usable, scale, 1)
-    return scale, 1 / scale
+    return scale, _bits.divide(jnp.float32(1), scale)
 
 
 AMAX = KernelOp(

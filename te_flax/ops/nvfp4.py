@@ -29,10 +29,10 @@ _RECIPROCALS = np.array(
 def _nvfp4_scale(amax: Array) -> tuple[Array, Array]:
     bits = _bits.flush(_bits.as_bits(amax))
     usable = (bits > 0) & (bits < _bits.INF)
-    scale = jnp.float32(_TOP) / jnp.where(usable, _bits.as_float(bits), 1)
+    scale = _bits.divide(jnp.float32(_TOP), jnp.where(usable, _bits.as_float(bits), 1))
     scale = jnp.minimum(scale, jnp.float32(2.0**126))  # at least 2^-117 as it is
     scale = jnp.where(usable, scale, 1)
-    return scale, 1 / scale
+    return scale, _bits.divide(jnp.float32(1), scale)
 
 
 def _block_scales(a: Array, finite: Array, scale: Array) -> Array:

@@ -2,6 +2,8 @@
 #ifndef TE_FLAX_CUDA_KERNELS_AMAX_CUH_
 #define TE_FLAX_CUDA_KERNELS_AMAX_CUH_
 
+#include <cooperative_groups.h>
+
 #include "cuda/kernels/numerics.cuh"
 
 namespace te_flax::cuda {
@@ -26,8 +28,13 @@ struct Amax {
     finite = max(finite, largest);
   }
 
-  // Joins all threads of the block into result[2] in device memory, which starts as zeros.
-  // Non-negative floats order like their bits, and a maximum does not depend on the order.
+  __device__ void Join(const Amax& other) {
+    finite = max(finite, other.finite);
+    nonfinite |= other.nonfinite;
+  }
+
+  // Joins all threads of the grid into result[2] in device memory, which starts as zeros: either
+  // it was cleared, or the launch was cooperative and all blocks get here.
   __device__ void Store(uint32_t* result) {
     __shared__ uint32_t warps[2][32];
     finite = __reduce_max_sync(~0u, Flush(finite));
@@ -37,12 +44,18 @@ struct Amax {
       warps[1][threadIdx.x / 32] = nonfinite;
     }
     __syncthreads();
+    const auto grid = cooperative_groups::this_grid();
+    if (grid.is_valid()) {
+      if (blockIdx.x == 0 && threadIdx.x == 0) result[0] = result[1] = 0;
+      grid.sync();
+    }
     if (threadIdx.x != 0) return;
     for (int w = 1; w < static_cast<int>(blockDim.x) / 32; ++w) {
       finite = max(finite, warps[0][w]);
       nonfinite |= warps[1][w];
     }
-    // Most blocks raise nothing: a read is cheaper than an atomic on one address.
+    // Non-negative floats order like their bits, and a maximum does not depend on the order. Most
+    // blocks raise nothing: a read is cheaper than an atomic on one address.
     if (finite > __ldcg(result)) atomicMax(result, finite);
     if (nonfinite != 0) atomicMax(result + 1, kOne);
   }
@@ -50,6 +63,7 @@ struct Amax {
 
 constexpr int kFlatThreads = 256;
 constexpr int kFlatPacks = 4;  // independent loads in flight per thread
+constexpr int64_t kFlatPerBlock = int64_t{kFlatThreads} * kFlatPacks * kPack;
 
 // Grid-stride walk over the packs of a flat array: calls visit(index, valid, pack).
 template <Float dtype, typename Visit>

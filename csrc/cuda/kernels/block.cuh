@@ -25,10 +25,10 @@ struct TileLane {
   int64_t m, k;
   int valid;  // of the columns
 
-  __device__ explicit TileLane(const Outputs& p) {
-    const uint32_t tiles = static_cast<uint32_t>((p.k + kTile - 1) / kTile);
-    m = int64_t{blockIdx.x / tiles} * kTile + threadIdx.x / 16;
-    k = int64_t{blockIdx.x % tiles} * kTile + threadIdx.x % 16 * kPack;
+  __device__ TileLane(const Outputs& p, uint32_t tile) {
+    const uint32_t across = static_cast<uint32_t>((p.k + kTile - 1) / kTile);
+    m = int64_t{tile / across} * kTile + threadIdx.x / 16;
+    k = int64_t{tile % across} * kTile + threadIdx.x % 16 * kPack;
     const int64_t left = p.k - k;
     valid = static_cast<int>(left < 0 ? 0 : left < kPack ? left : kPack);
   }
@@ -202,13 +202,15 @@ __global__ void __launch_bounds__(kTileThreads, kBlockResident<dtype>)
   if (Skips(q.out.noop)) return;
   __shared__ TileCodes tile;
   __shared__ ColumnScales<dtype> columns;
-  const TileLane at(q.out);
   Amax seen;
-  if (IsFull(q.out, at)) {
-    QuantizeBlockTile<true, kRow, kCol, dtype>(q, at, &seen, &tile, &columns);
-  } else {
-    QuantizeBlockTile<false, kRow, kCol, dtype>(q, at, &seen, &tile, &columns);
-  }
+  ForTiles(q.out, [&](uint32_t index) {
+    const TileLane at(q.out, index);
+    if (IsFull(q.out, at)) {
+      QuantizeBlockTile<true, kRow, kCol, dtype>(q, at, &seen, &tile, &columns);
+    } else {
+      QuantizeBlockTile<false, kRow, kCol, dtype>(q, at, &seen, &tile, &columns);
+    }
+  });
   seen.Store(q.out.amax);
 }
 
@@ -224,16 +226,19 @@ __device__ inline uint32_t ReduceBlock(uint32_t value) {
 }
 
 template <bool kFull, bool kRow, bool kCol, Float dtype>
-__device__ inline void QuantizeSquare(const BlockQuantize& q, const TileLane& at, Amax* seen,
+__device__ inline void QuantizeSquare(const BlockQuantize& q, uint32_t index, Amax* seen,
                                       TileCodes* tile) {
+  const TileLane at(q.out, index);
   const Outputs& p = q.out;
   TileData<dtype> packs;
   LoadTile<kFull>(q, at, packs);
+  Amax here;
 #pragma unroll
-  for (int i = 0; i < kTilePacks; ++i) seen->Join(packs[i].Abs().Largest(), packs[i]);
+  for (int i = 0; i < kTilePacks; ++i) here.Join(packs[i].Abs().Largest(), packs[i]);
+  seen->Join(here);
   float scale, inverse;
-  ScaleOf(__uint_as_float(ReduceBlock(seen->finite)), q.row_rule, &scale, &inverse);
-  if (threadIdx.x == 0) q.row_scale[blockIdx.x] = inverse;
+  ScaleOf(__uint_as_float(ReduceBlock(here.finite)), q.row_rule, &scale, &inverse);
+  if (threadIdx.x == 0) q.row_scale[index] = inverse;
 #pragma unroll
   for (int i = 0; i < kTilePacks; ++i) {
     const uint2 codes = EncodeScaled(packs[i], scale, p.row_format);
@@ -255,13 +260,14 @@ __global__ void __launch_bounds__(kTileThreads, kBlockResident<dtype>)
     QuantizeSquareKernel(BlockQuantize q) {
   if (Skips(q.out.noop)) return;
   __shared__ TileCodes tile;
-  const TileLane at(q.out);
   Amax seen;
-  if (IsFull(q.out, at)) {
-    QuantizeSquare<true, kRow, kCol, dtype>(q, at, &seen, &tile);
-  } else {
-    QuantizeSquare<false, kRow, kCol, dtype>(q, at, &seen, &tile);
-  }
+  ForTiles(q.out, [&](uint32_t index) {
+    if (IsFull(q.out, TileLane(q.out, index))) {
+      QuantizeSquare<true, kRow, kCol, dtype>(q, index, &seen, &tile);
+    } else {
+      QuantizeSquare<false, kRow, kCol, dtype>(q, index, &seen, &tile);
+    }
+  });
   seen.Store(q.out.amax);
 }
 

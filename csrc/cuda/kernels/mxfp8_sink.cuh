@@ -271,26 +271,36 @@ constexpr int kMxOccupancy = dtype == Float::kF32 ? (copies == Copies::kValues ?
 template <class Source, Copies copies>
 constexpr int kMxBlocks = 256 / Mxfp8Shape<Source>::kThreads * kMxOccupancy<Source::kType, copies>;
 
+// What the warps of a block make together. 2^32 of them would be more elements than any memory
+// holds.
+template <class Source>
+__host__ __device__ int64_t Mxfp8Groups(const Outputs& out) {
+  using Shape = Mxfp8Shape<Source>;
+  const auto ceil = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
+  if constexpr (Shape::kDown == 1) {
+    return ceil(ceil(out.m, kMxBlock) * ceil(out.k, kMxTileColumns), Shape::kAcross);
+  } else {
+    return ceil(out.m, kSumRows) * ceil(out.k, Shape::kColumns);
+  }
+}
+
 // A warp makes 32 rows x 64 columns: lane % 8 chooses 8 columns, lane / 8 the rows. The four lanes
 // of a row block are neighbours and those of a column block 8 apart, so that two shuffles join
 // either. With several slices, k is a multiple of 32.
 template <class Source, Copies copies>
-__global__ void __launch_bounds__(Mxfp8Shape<Source>::kThreads, (kMxBlocks<Source, copies>))
-    Mxfp8Kernel(Source source, Outputs out) {
-  static_assert(kFitsMxfp8<Source>);
-  if (Skips(out.noop)) return;
+__device__ inline void MakeMxfp8Group(const Source& source, const Outputs& out, uint32_t group,
+                                      Amax* seen) {
   using Shape = Mxfp8Shape<Source>;
   const Mxfp8Warp<Source> warp;
-  // 2^32 tiles would be more elements than any memory holds.
   uint32_t down, across;
   if constexpr (Shape::kDown == 1) {  // the warps of all blocks in a row
     const uint32_t tiles = static_cast<uint32_t>((out.k + kMxTileColumns - 1) / kMxTileColumns);
-    const uint32_t tile = blockIdx.x * Shape::kAcross + warp.tile;
+    const uint32_t tile = group * Shape::kAcross + warp.tile;
     down = tile / tiles, across = tile % tiles;
   } else {
     const uint32_t tiles = static_cast<uint32_t>((out.k + Shape::kColumns - 1) / Shape::kColumns);
-    down = blockIdx.x / tiles * Shape::kDown + warp.tile / Shape::kAcross;
-    across = blockIdx.x % tiles * Shape::kAcross + warp.tile % Shape::kAcross;
+    down = group / tiles * Shape::kDown + warp.tile / Shape::kAcross;
+    across = group % tiles * Shape::kAcross + warp.tile % Shape::kAcross;
   }
   Lane at;
   at.m = int64_t{down} * kMxBlock + warp.lane / 8;
@@ -299,27 +309,29 @@ __global__ void __launch_bounds__(Mxfp8Shape<Source>::kThreads, (kMxBlocks<Sourc
   at.valid = static_cast<int>(left < 0 ? 0 : left < kPack ? left : kPack);
   const bool full = out.aligned && at.k - warp.lane % 8 * kPack + kMxTileColumns <= out.k &&
                     at.m - warp.lane / 8 + kMxBlock <= out.m;
-  Amax seen;
   if constexpr (Source::kFused) {
-    FuseMxfp8Tile<copies>(source, out, at, full, &seen);
+    FuseMxfp8Tile<copies>(source, out, at, full, seen);
   } else if (full) {
-    QuantizeMxfp8Tile<true, copies>(source, out, at, &seen);
+    QuantizeMxfp8Tile<true, copies>(source, out, at, seen);
   } else {
-    QuantizeMxfp8Tile<false, copies>(source, out, at, &seen);
+    QuantizeMxfp8Tile<false, copies>(source, out, at, seen);
   }
-  seen.Store(out.amax);
 }
 
-// The blocks of a grid of it.
-template <class Source>
-int64_t Mxfp8Blocks(const Outputs& out) {
-  using Shape = Mxfp8Shape<Source>;
-  const auto ceil = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
-  if constexpr (Shape::kDown == 1) {
-    return ceil(ceil(out.m, kMxBlock) * ceil(out.k, kMxTileColumns), Shape::kAcross);
-  } else {
-    return ceil(out.m, kSumRows) * ceil(out.k, Shape::kColumns);
+// All groups.
+template <class Source, Copies copies>
+__global__ void __launch_bounds__(Mxfp8Shape<Source>::kThreads, (kMxBlocks<Source, copies>))
+    Mxfp8Kernel(Source source, Outputs out) {
+  static_assert(kFitsMxfp8<Source>);
+  if (Skips(out.noop)) return;
+  const auto groups = static_cast<uint32_t>(Mxfp8Groups<Source>(out));
+  Amax seen;
+  for (uint32_t group = blockIdx.x; group < groups; group += gridDim.x) {
+    // What waits in shared memory, other warps may still read.
+    if (Source::kFused && group != blockIdx.x) __syncthreads();
+    MakeMxfp8Group<Source, copies>(source, out, group, &seen);
   }
+  seen.Store(out.amax);
 }
 
 }  // namespace te_flax::cuda

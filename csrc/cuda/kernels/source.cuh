@@ -39,7 +39,7 @@ struct Outputs {
   uint8_t* row_scale;
   uint8_t* col_scale;
   float* sums;     // [ceil(m / kSumRows), slices, k], to be joined by JoinSums
-  uint32_t* amax;  // [2], zeros before the launch
+  uint32_t* amax;  // [2]
   Format row_format, col_format;
   bool row_values, col_values;  // MXFP8: the copy holds bfloat16 values of the codes
   bool swizzled;

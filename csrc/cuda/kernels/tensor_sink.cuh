@@ -121,6 +121,21 @@ template <class Source>
 constexpr int kLoadedBytes = static_cast<int>(sizeof(typename Source::Raw)) * Source::kLoads *
                              (Source::kLoads == kLaneRows ? 1 : 2);
 
+// 2^32 tiles would be more elements than any memory holds.
+__host__ __device__ inline int64_t TensorTiles(const Outputs& out) {
+  return (out.m + kTile - 1) / kTile * ((out.k + kTile - 1) / kTile);
+}
+
+// Calls visit(tile) for each tile of a block.
+template <typename Visit>
+__device__ inline void ForTiles(const Outputs& p, Visit visit) {
+  const auto tiles = static_cast<uint32_t>(TensorTiles(p));
+  for (uint32_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+    if (tile != blockIdx.x) __syncthreads();  // the tile before it is read from shared memory
+    visit(tile);
+  }
+}
+
 // Blocks on a multiprocessor. Three cost a fused kernel some spills, once a thread; where much is
 // loaded ahead they would be many. A plain quantizer takes what its loads leave.
 template <class Source, Copies copies>
@@ -129,18 +144,14 @@ constexpr int kTileBlocks = Source::kFused                 ? (kLoadedBytes<Sourc
                             : copies == Copies::kCol       ? 5
                                                            : 4;
 
-// One block makes a tile of 128 x 128 of every slice.
+// One tile of 128 x 128 of every slice.
 template <class Source, Copies copies>
-__global__ void __launch_bounds__(kTileThreads, (kTileBlocks<Source, copies>))
-    TensorTileKernel(Source source, Outputs out) {
-  if (Skips(out.noop)) return;
+__device__ inline void MakeTensorTile(const Source& source, const Outputs& out, int64_t m0,
+                                      int64_t k0, float scale, Amax* seen) {
   constexpr int kSlices = Source::kSlices;
   // Words of 16 rows are XORed with a multiple of 4, so that the transposed reads of a warp fall
   // into 32 different banks.
   __shared__ uint32_t tile[kSlices][kTile][kTile / 4];
-  const uint32_t tiles = static_cast<uint32_t>((out.k + kTile - 1) / kTile);
-  const int64_t m0 = int64_t{blockIdx.x / tiles} * kTile;
-  const int64_t k0 = int64_t{blockIdx.x % tiles} * kTile;
   const int column = threadIdx.x % 16 * kPack;
   const int row = threadIdx.x / 64 * 32 + threadIdx.x / 16 % 4;  // and 4 on, 8 on, .. 28 on
   const int64_t left = out.k - (k0 + column);
@@ -148,15 +159,13 @@ __global__ void __launch_bounds__(kTileThreads, (kTileBlocks<Source, copies>))
                      static_cast<int>(left < 0       ? 0
                                       : left < kPack ? left
                                                      : kPack)};
-  const float scale = copies == Copies::kAny && out.scale == nullptr ? 1.0f : __ldg(out.scale);
-  Amax seen;
   LaneSums sums[kSlices];
   WalkLane<kLaneRows>(
       source, out, lane, 0, [&](int i, const Position& at, Pack<Source::kType>(&h)[kSlices]) {
 #pragma unroll
         for (int s = 0; s < kSlices; ++s) {
           float v[kPack];
-          ScalePack(h[s], scale, &seen, v);
+          ScalePack(h[s], scale, seen, v);
           if constexpr (Source::kSums) sums[s].Add(h[s]);
           if (!HasCol<copies>(out) && !HasRow<copies>(out)) continue;
           uint2 codes = Encode8(v, out.col_format);
@@ -180,12 +189,21 @@ __global__ void __launch_bounds__(kTileThreads, (kTileBlocks<Source, copies>))
   if constexpr (Source::kSums) {
     if (out.sums != nullptr) StoreTileSums(out, sums, m0, k0);
   }
-  seen.Store(out.amax);
 }
 
-// The blocks of a grid of it.
-inline int64_t TensorTiles(const Outputs& out) {
-  return (out.m + kTile - 1) / kTile * ((out.k + kTile - 1) / kTile);
+// All tiles.
+template <class Source, Copies copies>
+__global__ void __launch_bounds__(kTileThreads, (kTileBlocks<Source, copies>))
+    TensorTileKernel(Source source, Outputs out) {
+  if (Skips(out.noop)) return;
+  const float scale = copies == Copies::kAny && out.scale == nullptr ? 1.0f : __ldg(out.scale);
+  const auto across = static_cast<uint32_t>((out.k + kTile - 1) / kTile);
+  Amax seen;
+  ForTiles(out, [&](uint32_t tile) {
+    MakeTensorTile<Source, copies>(source, out, int64_t{tile / across} * kTile,
+                                   int64_t{tile % across} * kTile, scale, &seen);
+  });
+  seen.Store(out.amax);
 }
 
 }  // namespace te_flax::cuda
