@@ -84,8 +84,8 @@ template <Float dtype, bool kRow, bool kCol>
 ffi::Error LaunchKernel(cudaStream_t stream, const BlockQuantize& q, bool two_dimensional) {
   const auto kernel = two_dimensional ? QuantizeSquareKernel<dtype, kRow, kCol>
                                       : QuantizeBlockKernel<dtype, kRow, kCol>;
-  return LaunchWithAmax(kWhere, stream, q.out.noop, q.out.amax, kernel, TensorTiles(q.out),
-                        kTileThreads, q);
+  return LaunchWithAmax(kWhere, stream, q.out.noop, q.out.amax, kPlainRounds, kernel,
+                        TensorTiles(q.out), kTileThreads, q);
 }
 
 ffi::Error Launch(cudaStream_t stream, Float dtype, const BlockQuantize& q, const Wanted& wanted) {

@@ -88,7 +88,7 @@ ffi::Error RunMxfp8(cudaStream_t stream, const FusedCall& call, const Source& so
   if (out.m * out.k == 0) return ffi::Error::Success();
   const auto kernel = out.row_values || out.col_values ? Mxfp8Kernel<Source, Copies::kValues>
                                                        : Mxfp8Kernel<Source, Copies::kAny>;
-  TE_RETURN_IF_ERROR(LaunchWithAmax(call.where, stream, out.noop, out.amax, kernel,
+  TE_RETURN_IF_ERROR(LaunchWithAmax(call.where, stream, out.noop, out.amax, kFusedRounds, kernel,
                                     Mxfp8Groups<Source>(out), Mxfp8Shape<Source>::kThreads, source,
                                     out));
   return FinishSums(stream, call, Source::kSlices * out.k, out);
@@ -101,7 +101,7 @@ ffi::Error RunFused(cudaStream_t stream, const FusedCall& call, const Source& so
     if (call.scaling == Scaling::kMxfp8) return RunMxfp8(stream, call, source, out);
   }
   if (out.m * out.k == 0) return ffi::Error::Success();
-  TE_RETURN_IF_ERROR(LaunchWithAmax(call.where, stream, out.noop, out.amax,
+  TE_RETURN_IF_ERROR(LaunchWithAmax(call.where, stream, out.noop, out.amax, kFusedRounds,
                                     TensorTileKernel<Source, Copies::kAny>, TensorTiles(out),
                                     kTileThreads, source, out));
   return FinishSums(stream, call, Source::kSlices * out.k, out);

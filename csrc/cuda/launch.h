@@ -5,6 +5,7 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
+#include <cstdlib>
 #include <string_view>
 #include <type_traits>
 
@@ -21,6 +22,10 @@ inline unsigned Blocks(int64_t items, int64_t per_block, int64_t limit = INT32_M
   return static_cast<unsigned>(blocks < limit ? blocks : limit);
 }
 
+// Of LaunchWithAmax(). Plain quantizers of more rounds are faster where the GPU hands out its
+// blocks one by one, fused kernels are not.
+constexpr int64_t kPlainRounds = 4;
+constexpr int64_t kFusedRounds = INT32_MAX;
 constexpr int64_t kMaxFlatBlocks = 1 << 15;  // of the kernels that stride over a flat array
 
 inline bool AlignedTo(const void* pointer, uintptr_t bytes) {
@@ -31,15 +36,14 @@ inline bool AlignedTo(const void* pointer, uintptr_t bytes) {
 ffi::Error Clear(std::string_view where, cudaStream_t stream, const uint32_t* noop, void* to,
                  int64_t bytes);
 
-// Launches a kernel that strides over `blocks` blocks and ends with Amax::Store(amax). A grid of a
-// few rounds is launched cooperatively, as many blocks as the GPU holds at once, and needs no
-// launch to clear amax. A larger one would lose more by the fixed share of each block: the GPU
-// hands its blocks out one by one.
+// Launches a kernel that strides over `blocks` blocks and ends with Amax::Store(amax). A grid of at
+// most `rounds` rounds is launched cooperatively, as many blocks as the GPU holds at once, and
+// needs no launch to clear amax.
 template <typename... Params>
 ffi::Error LaunchWithAmax(std::string_view where, cudaStream_t stream, const uint32_t* noop,
-                          uint32_t* amax, void (*kernel)(Params...), int64_t blocks, int threads,
-                          const std::decay_t<Params>&... values) {
-  constexpr int64_t kRounds = 4;
+                          uint32_t* amax, int64_t rounds, void (*kernel)(Params...), int64_t blocks,
+                          int threads, const std::decay_t<Params>&... values) {
+  if (const char* e = getenv("TE_ROUNDS"); e && rounds != 1) rounds = atoll(e);
   int device = 0, processors = 0, resident = 0;
   TE_RETURN_IF_ERROR(CudaStatus(where, cudaGetDevice(&device)));
   TE_RETURN_IF_ERROR(CudaStatus(
@@ -49,7 +53,7 @@ ffi::Error LaunchWithAmax(std::string_view where, cudaStream_t stream, const uin
       where, cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, entry, threads, 0)));
   void* parameters[] = {const_cast<void*>(static_cast<const void*>(&values))...};
   const int64_t round = int64_t{processors} * resident;
-  if (blocks <= kRounds * round) {
+  if (CeilDiv(blocks, round) <= rounds) {
     return CudaStatus(where, cudaLaunchCooperativeKernel(entry, dim3(Blocks(blocks, 1, round)),
                                                          dim3(threads), parameters, 0, stream));
   }

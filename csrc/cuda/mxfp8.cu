@@ -67,7 +67,7 @@ ffi::Error Launch(cudaStream_t stream, Float dtype, const void* x, const Outputs
     } else if (p.row == nullptr) {
       kernel = Mxfp8Kernel<Source, Copies::kCol>;
     }
-    return LaunchWithAmax(kWhere, stream, p.noop, p.amax, kernel, Mxfp8Groups<Source>(p),
+    return LaunchWithAmax(kWhere, stream, p.noop, p.amax, 1, kernel, Mxfp8Groups<Source>(p),
                           Mxfp8Shape<Source>::kThreads, Source{x, p.k}, p);
   });
 }

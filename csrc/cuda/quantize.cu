@@ -39,13 +39,13 @@ ffi::Error Launch(cudaStream_t stream, Float dtype, const void* x, const Outputs
     constexpr Float kType = decltype(type)::value;
     using Source = Identity<kType, false>;
     if (p.col == nullptr) {
-      return LaunchWithAmax(kWhere, stream, p.noop, p.amax, QuantizeFlatKernel<kType>,
+      return LaunchWithAmax(kWhere, stream, p.noop, p.amax, kPlainRounds, QuantizeFlatKernel<kType>,
                             CeilDiv(p.m * p.k, kFlatPerBlock), kFlatThreads, x, p);
     }
     const auto kernel = p.row == nullptr ? TensorTileKernel<Source, Copies::kCol>
                                          : TensorTileKernel<Source, Copies::kBoth>;
-    return LaunchWithAmax(kWhere, stream, p.noop, p.amax, kernel, TensorTiles(p), kTileThreads,
-                          Source{x, p.k}, p);
+    return LaunchWithAmax(kWhere, stream, p.noop, p.amax, kPlainRounds, kernel, TensorTiles(p),
+                          kTileThreads, Source{x, p.k}, p);
   });
 }
 

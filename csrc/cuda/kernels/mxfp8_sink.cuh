@@ -318,18 +318,22 @@ __device__ inline void MakeMxfp8Group(const Source& source, const Outputs& out, 
   }
 }
 
-// All groups.
+// All groups. The grid has a block for each, unless the Source is a fused one.
 template <class Source, Copies copies>
 __global__ void __launch_bounds__(Mxfp8Shape<Source>::kThreads, (kMxBlocks<Source, copies>))
     Mxfp8Kernel(Source source, Outputs out) {
   static_assert(kFitsMxfp8<Source>);
   if (Skips(out.noop)) return;
-  const auto groups = static_cast<uint32_t>(Mxfp8Groups<Source>(out));
   Amax seen;
-  for (uint32_t group = blockIdx.x; group < groups; group += gridDim.x) {
-    // What waits in shared memory, other warps may still read.
-    if (Source::kFused && group != blockIdx.x) __syncthreads();
-    MakeMxfp8Group<Source, copies>(source, out, group, &seen);
+  if constexpr (Source::kFused) {
+    const auto groups = static_cast<uint32_t>(Mxfp8Groups<Source>(out));
+    for (uint32_t group = blockIdx.x; group < groups; group += gridDim.x) {
+      // What waits in shared memory, other warps may still read.
+      if (group != blockIdx.x) __syncthreads();
+      MakeMxfp8Group<Source, copies>(source, out, group, &seen);
+    }
+  } else {  // one a block: a loop would cost the plain quantizers spills
+    MakeMxfp8Group<Source, copies>(source, out, blockIdx.x, &seen);
   }
   seen.Store(out.amax);
 }
