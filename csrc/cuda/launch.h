@@ -5,7 +5,6 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
-#include <cstdlib>
 #include <string_view>
 #include <type_traits>
 
@@ -43,7 +42,6 @@ template <typename... Params>
 ffi::Error LaunchWithAmax(std::string_view where, cudaStream_t stream, const uint32_t* noop,
                           uint32_t* amax, int64_t rounds, void (*kernel)(Params...), int64_t blocks,
                           int threads, const std::decay_t<Params>&... values) {
-  if (const char* e = getenv("TE_ROUNDS"); e && rounds != 1) rounds = atoll(e);
   int device = 0, processors = 0, resident = 0;
   TE_RETURN_IF_ERROR(CudaStatus(where, cudaGetDevice(&device)));
   TE_RETURN_IF_ERROR(CudaStatus(

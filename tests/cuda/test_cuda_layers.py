@@ -37,7 +37,7 @@ def held(recipe, layer, x):
     def forward(params, rest, x):
         def call(params, x):
             with context(recipe):
-                return nnx.merge(graphdef, params, rest)(x)
+                return nnx.merge(graphdef, params, rest, copy=True)(x)
 
         return jax.vjp(call, params, x)
 

@@ -33,9 +33,27 @@ struct Amax {
     nonfinite |= other.nonfinite;
   }
 
-  // Joins all threads of the grid into result[2] in device memory, which starts as zeros: either
-  // it was cleared, or the launch was cooperative and all blocks get here.
+  // Joins all threads of the grid into result[2] in device memory. All blocks get here; where they
+  // were launched cooperatively the result is zeroed here, otherwise it starts as zeros.
   __device__ void Store(uint32_t* result) {
+    JoinBlock();
+    const auto grid = cooperative_groups::this_grid();
+    if (grid.is_valid()) {
+      if (blockIdx.x == 0 && threadIdx.x == 0) result[0] = result[1] = 0;
+      grid.sync();
+    }
+    if (threadIdx.x == 0) Raise(result);
+  }
+
+  // The same for a result that starts as zeros. The barrier above would cost the norms registers.
+  __device__ void StoreIntoZeros(uint32_t* result) {
+    JoinBlock();
+    if (threadIdx.x == 0) Raise(result);
+  }
+
+ private:
+  // Thread 0 has what its block has seen.
+  __device__ void JoinBlock() {
     __shared__ uint32_t warps[2][32];
     finite = __reduce_max_sync(~0u, Flush(finite));
     nonfinite = __reduce_or_sync(~0u, nonfinite);
@@ -44,18 +62,16 @@ struct Amax {
       warps[1][threadIdx.x / 32] = nonfinite;
     }
     __syncthreads();
-    const auto grid = cooperative_groups::this_grid();
-    if (grid.is_valid()) {
-      if (blockIdx.x == 0 && threadIdx.x == 0) result[0] = result[1] = 0;
-      grid.sync();
-    }
     if (threadIdx.x != 0) return;
     for (int w = 1; w < static_cast<int>(blockDim.x) / 32; ++w) {
       finite = max(finite, warps[0][w]);
       nonfinite |= warps[1][w];
     }
-    // Non-negative floats order like their bits, and a maximum does not depend on the order. Most
-    // blocks raise nothing: a read is cheaper than an atomic on one address.
+  }
+
+  // Non-negative floats order like their bits, and a maximum does not depend on the order. Most
+  // blocks raise nothing: a read is cheaper than an atomic on one address.
+  __device__ void Raise(uint32_t* result) const {
     if (finite > __ldcg(result)) atomicMax(result, finite);
     if (nonfinite != 0) atomicMax(result + 1, kOne);
   }

@@ -357,7 +357,7 @@ __global__ void __launch_bounds__(Team<kThreads>::kBlock)
     if (valid < kPack) h.Keep(valid);
     StoreOfRow(out, index, column, valid, h, scale, &seen);
   });
-  seen.Store(out.amax);
+  seen.StoreIntoZeros(out.amax);
 }
 
 // h, given the statistics.

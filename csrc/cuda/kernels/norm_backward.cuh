@@ -251,7 +251,7 @@ __global__ void __launch_bounds__(Team<kThreads>::kBlock,
     });
   }
   if (!kLoop) kept.Finish(p, group);
-  if (p.amax != nullptr) seen.Store(p.amax);
+  if (p.amax != nullptr) seen.StoreIntoZeros(p.amax);
 }
 
 // dy and x of the rows of a team, which come into shared memory one row ahead of their use, and
@@ -362,7 +362,7 @@ __global__ void __launch_bounds__(Team<kThreads>::kBlock, 512 / Team<kThreads>::
 #pragma unroll
   for (int i = 0; i < kRowPacks; ++i) kept.Store(i, sums[i]);
   kept.Finish(p, blockIdx.x * p.k);
-  if (p.amax != nullptr) seen.Store(p.amax);
+  if (p.amax != nullptr) seen.StoreIntoZeros(p.amax);
 }
 
 }  // namespace te_flax::cuda

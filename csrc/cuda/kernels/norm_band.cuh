@@ -255,7 +255,7 @@ __global__ void __launch_bounds__(kBandThreads, 2) NormBandKernel(NormForward p,
     StoreFourColumns(out, out.col, m + 16 * block, rows.rank * kSlice + 4 * quad,
                      [&](int r) { return tile[16 * block + r][quad ^ (16 * block)]; });
   }
-  seen.Store(out.amax);
+  seen.StoreIntoZeros(out.amax);
 #endif
 }
 
