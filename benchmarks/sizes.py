@@ -1,0 +1,120 @@
+"""Times each op's CUDA handler against its reference: ``python -m benchmarks.sizes``.
+
+What XLA makes of the reference is the other choice ``auto`` has. GPU time is taken from
+a profile, plus a microsecond for every kernel: what lies between two kernels of a
+command buffer. Printed is reference / handler, so that above 1 the handler is faster.
+"""
+
+import argparse
+import functools
+import glob
+import tempfile
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import te_flax as te
+from te_flax.ops import amax, block, dequantize, mxfp8, quantize
+from te_flax.ops._fused import Variant
+from te_flax.ops._op import KernelOp
+from te_flax.ops.activation import ACT_BWD, ACT_FWD
+from te_flax.ops.gemm import gemm_op
+from te_flax.ops.norm import NORM_BWD, NORM_FWD
+
+SHAPES = ((64, 1024), (1024, 4096), (16384, 4096))
+CALLS = 5
+GAP = 1e3  # nanoseconds between two kernels
+_GELU = {"activation": "gelu", "limit": 7.0, "alpha": 1.702, "offset": 1.0}
+_NORM = {"epsilon": 1e-6, "zero_centered_gamma": False}
+
+
+def gpu_time(call: Callable, arrays: tuple) -> float:
+    """Nanoseconds of one call on the GPU."""
+    for _ in range(2):
+        jax.block_until_ready(call(*arrays))
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            for _ in range(CALLS):
+                last = call(*arrays)
+            jax.block_until_ready(last)
+        (path,) = glob.glob(f"{folder}/**/*.xplane.pb", recursive=True)
+        planes = jax.profiler.ProfileData.from_file(path).planes
+        lines = [line for p in planes if "GPU" in p.name for line in p.lines]
+        events = [e for line in lines if "Stream" in line.name for e in line.events]
+        return sum(e.duration_ns + GAP for e in events) / CALLS
+
+
+def cases(m: int, k: int, dtype: Any) -> Iterator[tuple[KernelOp, tuple, dict]]:
+    """Each op with operands and attributes."""
+    keys = jax.random.split(jax.random.key(0))
+    x, dy = (jax.random.normal(key, (m, k), dtype) for key in keys)
+    scale, ones, rows = jnp.float32(60), jnp.ones(k, dtype), jnp.ones(m)
+    plain = (
+        *(quantize.QUANTIZE_ROW, quantize.QUANTIZE_COL, quantize.QUANTIZE_ROWCOL),
+        *(mxfp8.QUANTIZE_MXFP8_ROW, mxfp8.QUANTIZE_MXFP8_ROWCOL),
+        *(block.QUANTIZE_BLOCK_ROWCOL, amax.AMAX),
+    )
+    for op in plain:
+        yield op, (x, scale)[: len(op.dims.ins)], {}
+    codes = x.astype(jnp.float8_e4m3fn)
+    yield dequantize.DEQUANTIZE, (codes, scale), {}
+    for scaling in ("none", "tensor", "mxfp8"):
+        both = ("row", "col") if scaling != "none" else ()
+        one = (scale,) if scaling == "tensor" else ()
+        variant = Variant(scaling, both, h=scaling == "none")
+        yield ACT_FWD.ops[variant], (x[:, None], *one), _GELU
+        own = (dy, x[:, None], *one)
+        yield ACT_BWD.ops[Variant(scaling, both, h=not both, dbias=True)], own, _GELU
+        norms = (x, ones, ones, *one)
+        yield NORM_FWD["layernorm"].ops[variant], norms, _NORM
+    own = (dy, x, ones, rows, rows)
+    yield NORM_BWD["layernorm"].ops[Variant()], own, _NORM
+    yield gemm_op("nt", "none", False), (x, x[: min(m, 4096)]), {}
+
+
+def ratio(op: KernelOp, arrays: tuple, own: dict) -> float:
+    """GPU time of the reference to that of the handler."""
+    given = {"row_format": "e4m3", "col_format": "e4m3", "format": "e4m3", "k_ndim": 1}
+    given |= {"out_dtype": arrays[0].dtype.name, "power_of_2": True, "epsilon": 0.0}
+    if op is dequantize.DEQUANTIZE:
+        given["out_dtype"] = "bfloat16"
+    given |= {
+        "split_accumulator": False,
+        "precision": "default",
+        "keep_contraction": False,
+    }
+    given |= own
+    attrs = {name: value for name, value in given.items() if name in op.attrs}
+    found = {}
+    for how in ("reference", "native"):
+        with te.kernels(f"{op.name}={how}"):
+            call = jax.jit(functools.partial(op, **attrs))
+            found[how] = gpu_time(call, arrays)
+    return found["reference"] / found["native"]
+
+
+def main() -> None:
+    """Prints a Markdown table, a row for each op."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--shapes", type=int, default=len(SHAPES), help="how many")
+    options = parser.parse_args()
+    shapes = SHAPES[: options.shapes]
+    table: dict[str, list[str]] = {}
+    for m, k in shapes:
+        for op, arrays, own in cases(m, k, jnp.dtype(options.dtype)):
+            try:
+                text = f"{ratio(op, arrays, own):.2f}x"
+            except Exception as error:
+                text = str(error).splitlines()[0][:80]
+            table.setdefault(op.name, []).append(text)
+    heads = [f"{m} x {k}" for m, k in shapes]
+    print(f"| {options.dtype} | {' | '.join(heads)} |\n|{'---|' * (len(heads) + 1)}")
+    for name, row in table.items():
+        print(f"| {name} | {' | '.join(row)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
