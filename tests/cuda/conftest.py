@@ -3,4 +3,5 @@
 import sys
 from pathlib import Path
 
-sys.path += [str(Path(__file__).parents[1] / name) for name in ("ops", "layers")]
+FOLDERS = ("ops", "layers", "examples")
+sys.path += [str(Path(__file__).parents[1] / name) for name in FOLDERS]

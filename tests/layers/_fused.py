@@ -67,18 +67,37 @@ def step(layer, x, dy):
 
 def train(layer, x, dy, recipe):
     """The results of one step; delayed scaling first fills its histories."""
-    run = step
+    # Its bounds hold for any order of sums. A GPU runs what users run.
+    compiler = FAST if jax.default_backend() == "cpu" or recipe in FP4 else None
     with context(recipe):
+        run = step.lower(layer, x, dy).compile(compiler)
         if recipe == "delayed_scaling":
-            step(layer, x, dy)
-        if recipe in FP4:  # a large program; its bounds hold for any order of sums
-            run = step.lower(layer, x, dy).compile(FAST)
+            run(layer, x, dy)
         rule = rules(layer, recipe)
         return *run(layer, x, dy), rule
 
 
 def gemms(layer):
     return [layer.wi, layer.wo] if isinstance(layer, te.LayerNormMLP) else [layer]
+
+
+def covering(factors, without=()):
+    """Whether each case is one of a few that hold every pair of levels of all cases.
+
+    The arguments are those of hold_every_pair.
+    """
+    names = [p for p in itertools.combinations(factors, 2) if p not in without]
+    left = [
+        {(a, b, levels[a], levels[b]) for a, b in names}
+        for case in zip(*factors.values(), strict=True)
+        for levels in [dict(zip(factors, case, strict=True))]
+    ]
+    chosen = set()
+    while any(left):
+        best = max(range(len(left)), key=lambda i: len(left[i]))
+        chosen.add(best)
+        left = [pairs - left[best] for pairs in left]
+    return [i in chosen for i in range(len(left))]
 
 
 def hold_every_pair(factors, without=()):

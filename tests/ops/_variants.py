@@ -18,7 +18,7 @@ from te_flax.testing.patterns import same_bits
 FAMILIES = {family.name: family for family in (ACT_FWD, ACT_BWD, QUANTIZE_DBIAS)}
 _NAMES = ("act_fwd", "act_bwd", "quantize_dbias", "norm_fwd", "norm_bwd")
 HANDLERS = (*_NAMES, *(f"{name}_values" for name in _NAMES))
-CONTRACT = (  # stand for all in tests/ops/test_contract.py
+CONTRACT = (  # stand for all in tests/ops/test_contract*.py
     "act_bwd_mxfp8_rowcol_h_dbias",
     "act_bwd_rowcol_h_dbias_noop",
     "act_fwd_mxfp8_row_h_noop",

@@ -1,4 +1,4 @@
-"""Every KernelOp through one contract: sizes, jit, vmap, meshes, errors.
+"""Every KernelOp through one contract: sizes, jit, vmap, errors.
 
 Where an op has a handler, whatever runs by default equals the reference bit for bit;
 the GEMMs, which have none here, are held to float64. Of the fused ops a few variants
@@ -7,105 +7,53 @@ rest to the quantizers applied to that h.
 """
 
 import functools
-import importlib
-import itertools
-import pkgutil
 import re
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from _meshes import FAST, MESHES, SOME, A, E, P, collectives, gathered, mesh, placed
-from _operands import (
-    PLATFORM,
-    attributes,
-    compiled,
-    gemm_oracle,
-    groups,
-    main_operand,
-    operands,
-    reductions,
-    reference,
-    same,
-)
-from _variants import CONTRACT, HANDLERS, check
-from jax.sharding import AxisType
+from _contract import OPS, VARIANT, agree, dtypes, turns
+from _operands import PLATFORM, attributes, compiled, groups, operands, same
+from _variants import CONTRACT
 
-import te_flax.ops
 from te_flax.ops._choice import kernels
 from te_flax.ops._lowering import why_reference
-from te_flax.ops._op import KernelOp
-from te_flax.ops.gemm import GEMMS
-from te_flax.testing.numerics import close_to, gemm_bound
 
-for module in pkgutil.iter_modules(te_flax.ops.__path__):
-    importlib.import_module(f"te_flax.ops.{module.name}")
-
-OPS = {
-    n: op
-    for n, op in sorted(KernelOp.registry.items())
-    if n[:5] != "test_" and (op.handler not in HANDLERS or n in CONTRACT)
-}
-VARIANT = {op.name: variant for variant, op in GEMMS.items()}
 SIZES = (1, 19, 111, 1024)
-FULL = (  # one of each family on every mesh; the others take turns
-    "act_bwd_mxfp8_rowcol_h_dbias",
-    "amax",
-    "dequantize",
-    "dequantize_mxfp8_row",
-    "gemm_nn_bias",
-    "gemm_tn_mxfp8",
-    "norm_bwd_layernorm_mxfp8_rowcol_h",
-    "quantize_mxfp8_rowcol",
-    "quantize_rowcol",
-)
-TURN = {name: i for i, name in enumerate(OPS)}  # a variant's noop is the next one
 each = pytest.mark.parametrize("name", OPS)
 
 
-def agree(op, attrs, arrays, got):
-    """Compares with the reference bit for bit, or with float64."""
-    if op.name in CONTRACT:
-        check(op, attrs, arrays, got)
-    elif op.name in VARIANT:
-        orientation, scaling, bias = VARIANT[op.name]
-        k_ndim = attrs["k_ndim"]
-        exact, size = gemm_oracle(
-            orientation, arrays, k_ndim=k_ndim, scaling=scaling, bias=bias
-        )
-        lhs = arrays[0]
-        ks = lhs.shape[-k_ndim:] if orientation[0] == "n" else lhs.shape[:k_ndim]
-        k = int(np.prod(ks))
-        close_to(got[0], exact, gemm_bound(size, k, exact, got[0].dtype, terms=3))
-    else:
-        same(got, reference(op, tuple(sorted(attrs.items())))(*arrays))
+@pytest.mark.parametrize(
+    ("name", "i"),
+    [
+        pytest.param(n, i, marks=mark)
+        for n in OPS
+        for i, mark in enumerate(turns(n, len(dtypes(n))))
+    ],
+)
+def test_dtypes_and_sizes(name, i):
+    """Every dtype with every odd size along each group, and an empty batch.
 
-
-@each
-def test_dtypes_and_sizes(name):
-    """Every dtype with every odd size along each group, and an empty batch."""
-    op = OPS[name]
-    dtypes = op.dtypes[op.dims.ins[main_operand(op)].name]
+    Nightly. Else the ops of a family, which is code that they share, take turns.
+    """
+    op, dtype, attrs = OPS[name], dtypes(name)[i], attributes(OPS[name], i)
     pairs = [*zip(SIZES, (1024, 111, 19, 1), strict=True), (0, 33)]
     if op.handler is None and name not in VARIANT:  # the reference against itself
         pairs = pairs[::2]
-    for i, dtype in enumerate(t for t in dtypes if t != jnp.float64):
-        attrs = attributes(op, i)
-        calls = [operands(op, groups((m,), (k,), (5,)), dtype, attrs) for m, k in pairs]
-        call = functools.partial(op, **attrs)
-        got = compiled(lambda calls, call=call: [call(*c) for c in calls])(calls)
-        if name in VARIANT or name in CONTRACT:
-            wants = [None] * len(calls)
+    calls = [operands(op, groups((m,), (k,), (5,)), dtype, attrs) for m, k in pairs]
+    call = functools.partial(op, **attrs)
+    got = compiled(lambda calls, call=call: [call(*c) for c in calls])(calls)
+    if name in VARIANT or name in CONTRACT:
+        wants = [None] * len(calls)
+    else:
+        plain = functools.partial(op.reference, **attrs)
+        with jax.default_device(jax.devices("cpu")[0]):
+            wants = compiled(lambda calls, f=plain: [f(*c) for c in calls])(calls)
+    for arrays, result, want in zip(calls, got, wants, strict=True):
+        if want is None:
+            agree(op, attrs, arrays, result)
         else:
-            plain = functools.partial(op.reference, **attrs)
-            with jax.default_device(jax.devices("cpu")[0]):
-                wants = compiled(lambda calls, f=plain: [f(*c) for c in calls])(calls)
-        for arrays, result, want in zip(calls, got, wants, strict=True):
-            if want is None:
-                agree(op, attrs, arrays, result)
-            else:
-                same(result, want)
+            same(result, want)
 
 
 @each
@@ -127,13 +75,21 @@ def test_native_by_name(name):
         assert "te_flax." not in text
 
 
-@each
-def test_vmap(name):
-    """A batch of every single operand, and of all of them."""
+@pytest.mark.parametrize(
+    ("name", "nightly"),
+    [(n, False) for n in OPS]
+    + [pytest.param(n, True, marks=pytest.mark.slow) for n in OPS],
+)
+def test_vmap(name, nightly):
+    """A batch of all operands, and of every single one as the family takes turns."""
     op, attrs, n = OPS[name], attributes(OPS[name]), 2
-    arrays = operands(op, groups((4,), (40,)), None, attributes(op))
+    arrays = operands(op, groups((4,), (40,)), None, attrs)
     count = len(arrays)
-    masks = [tuple(i == j for i in range(count)) for j in range(count)]
+    masks = [
+        tuple(i == j for i in range(count))
+        for j, mark in enumerate(turns(name, count))
+        if bool(mark) == nightly
+    ]
     masks = list(dict.fromkeys([*masks, (True,) * count]))
 
     def batched(mask):
@@ -164,162 +120,6 @@ def test_vmap(name):
             *rest, amax = want
             want = (*rest, np.broadcast_to(np.max(amax, 0), amax.shape))
         same(results, want)
-
-
-def _cut(op, spec):
-    """Groups and mesh axes of a sharded call: the first dims of the first groups."""
-    first = [e.name for e in op.dims.ins[main_operand(op)].entries]
-    if op.name in VARIANT:
-        return {"B": ((8, 16), spec[0]), "K": ((64,), ()), "N": ((32,), spec[1])}
-    if first[0] == "B":  # histories
-        return {"B": ((8, 16), spec[0]), "H": ((40,), ())}
-    if len(first) == 1:
-        return {first[0]: ((8, 128, 256), spec[0])}
-    return {"M": ((8, 128), spec[0]), "K": ((512,), spec[1])}
-
-
-def _sharded(op, on, spec, empty=False):
-    """The call's operands, attributes and the plan for operands cut by ``spec``."""
-    attrs, cut = attributes(op), _cut(op, spec)
-    if empty:
-        first = next(iter(cut))
-        cut[first] = ((0, *cut[first][0][1:]), cut[first][1])
-    arrays = operands(op, {g: size for g, (size, _) in cut.items()}, None, attrs)
-    static = tuple(sorted(attrs.items()))
-    layout = op.dims.layout(tuple(a.shape for a in arrays), (), static)
-    given = {f"{g}0": axes for g, (_, axes) in cut.items()}
-    specs = [
-        P(*[given.get(d, ()) or None if isinstance(d, str) else None for d in dims])
-        for dims in layout.ins
-    ]
-    shapes = tuple(a.shape for a in arrays)
-    bare = (None,) * len(layout.outs)
-    return arrays, attrs, op.plan(shapes, (), static, specs, bare, on.shape)
-
-
-def _compiled(f, on, specs, arrays, context=True):
-    with jax.set_mesh(on):
-        args = placed(on, specs, arrays)
-        executable = jax.jit(f).lower(*args).compile(FAST)
-        return executable(*args), collectives(executable), gathered(executable)
-
-
-def meshes(name):
-    """All of them, or Auto and another one in turn: the sharding is the family's."""
-    return MESHES if name in FULL else ("auto", SOME[TURN[name] % len(SOME)])
-
-
-def manual(name, partly):
-    """Whether it is this variant's turn to run inside a shard_map that is (partly)."""
-    return (TURN[name] + TURN[name] // 2) % 2 == partly
-
-
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [(n, k) for n in OPS for k in meshes(n)],
-)
-def test_sharded(name, kind):
-    """Equal to one device; the only collective is the reduction of a result."""
-    op, on = OPS[name], MESHES[kind]
-    arrays, attrs, plan = _sharded(op, on, (("dp",), ("tp",)))
-    call = functools.partial(op, **attrs)
-    got, found, _ = _compiled(call, on, plan.in_specs(), arrays)
-    agree(op, attrs, arrays, got)
-    reduces = reductions(op, plan)
-    # A mixed mesh: axis by axis.
-    steps = sum(len(axes) if "mixed" in kind else 1 for _, axes in reduces)
-    assert found == ({"all-reduce": steps} if reduces else {})
-
-
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        (n, k)
-        for n, k in itertools.product(FULL, ("auto", "explicit"))
-        if (n[:4], k) != ("act_", "explicit")
-    ],
-)
-def test_empty_on_a_mesh(name, kind):
-    """An operand without elements, cut along the dim of size 0.
-
-    Only there: JAX cannot read an empty result of any program that is cut elsewhere.
-    Nor does it compile a shard_map, as of an Explicit mesh, of two empty operands only.
-    """
-    op, on = OPS[name], MESHES[kind]
-    arrays, attrs, plan = _sharded(op, on, (("dp",), ()), empty=True)
-    call = functools.partial(op, **attrs)
-    got, *_ = _compiled(call, on, plan.in_specs(), arrays)
-    agree(op, attrs, arrays, got)
-
-
-def _inside(op, attrs, plan):
-    """The op inside a shard_map, reduced as the op itself would be."""
-
-    def f(*arrays):
-        results = op(*arrays, **attrs)
-        return tuple(plan.finish(results, [r.dtype for r in results]))
-
-    return f
-
-
-@pytest.mark.parametrize(
-    ("name", "kind", "vma"),
-    [
-        (n, k, v)
-        for n, k, v in itertools.product(OPS, (A, E), (True, False))
-        if n in FULL or ((k, v) == (A, True) and manual(n, False))
-    ],
-)
-def test_manual(name, kind, vma):
-    """Inside shard_map the bare kernel runs on the shard."""
-    op, on = OPS[name], mesh(kind, kind)
-    arrays, attrs, plan = _sharded(op, on, (("dp",), ("tp",)))
-    f = jax.shard_map(
-        _inside(op, attrs, plan),
-        mesh=on,
-        in_specs=plan.in_specs(),
-        out_specs=plan.out_specs(),
-        check_vma=vma,
-    )
-    got, found, _ = _compiled(f, on, plan.in_specs(), arrays)
-    agree(op, attrs, arrays, got)
-    reduces = len(reductions(op, plan))
-    assert found == ({"all-reduce": reduces} if reduces else {})
-
-
-@pytest.mark.parametrize(
-    ("name", "kind", "shape"),
-    [
-        (n, k, s)
-        for n, k, s in itertools.product(OPS, (A, E), ((4, 2), (8, 1), (1, 8)))
-        if n in FULL or ((k, s) == (A, (4, 2)) and manual(n, True))
-    ],
-)
-def test_partly_manual(name, kind, shape):
-    """dp is manual, tp is left to the op.
-
-    An Explicit tp costs what it costs any program: JAX may gather what enters and
-    leaves such a shard_map (``lambda x: 2 * x`` too), each array of a dp shard once.
-    """
-    op, on = OPS[name], mesh(kind, kind, shape=shape)
-    arrays, attrs, plan = _sharded(op, on, (("dp",), ()))
-    f = jax.shard_map(
-        _inside(op, attrs, plan),
-        mesh=on,
-        in_specs=plan.in_specs(),
-        out_specs=plan.out_specs(),
-        axis_names={"dp"},
-        check_vma=kind == AxisType.Explicit,
-    )
-    _, _, both = _sharded(op, on, (("dp",), ("tp",)))
-    got, found, sizes = _compiled(f, on, both.in_specs(), arrays)
-    agree(op, attrs, arrays, got)
-    border = [s for s in (*both.in_specs(), *both.out_specs()) if "tp" in str(s)]
-    most = len(border) if kind == AxisType.Explicit and 1 not in shape else 0
-    assert found.pop("all-gather", 0) <= most  # all of them up to jax 0.10
-    reduces = sum(len(axes) for _, axes in reductions(op, both))  # dp here, tp in op
-    assert found == ({"all-reduce": reduces} if reduces else {})
-    assert max(sizes, default=0) <= max(a.size for a in arrays) // shape[0]
 
 
 @each
