@@ -13,6 +13,7 @@ FREE = {
 }
 _OPCODE = re.compile(r"= (?:\(.*?\)|\S+) ([a-z][\w-]*)\(")
 GEMM = re.compile(r"gemm|nvjet|xmma|cutlass|splitk|matmul", re.IGNORECASE)
+LIBRARY = "memset of a product"
 QUANTIZE = re.compile(r"quantize|TensorTile|Mxfp8Kernel", re.IGNORECASE)
 _LAUNCH = re.compile(r"cu(da)?(LaunchKernel|LaunchCooperative|Mem(set|cpy)\w*Async)")
 
@@ -69,25 +70,37 @@ def profiled(step: Callable, folder, steps: int = 4) -> tuple[list[str], list[st
             last = step()
         jax.block_until_ready(last)
     (file,) = folder.rglob("*.xplane.pb")
-    device, host = collections.Counter(), []
+    events, host = [], []
     for plane in jax.profiler.ProfileData.from_file(str(file)).planes:
         on_device = plane.name.startswith("/device:GPU")
         for line in plane.lines:
-            names = [event.name for event in line.events]
             if on_device and line.name.startswith("Stream"):
-                device.update(names)
+                events += [(event.start_ns, event.name) for event in line.events]
             elif not on_device:
+                names = [event.name for event in line.events]
                 host += [n for n in names if _LAUNCH.match(n) or "GraphLaunch" in n]
-    assert device, "the profile has no events of the device"
+    assert events, "the profile has no events of the device"
+    device = collections.Counter(_named([name for _, name in sorted(events)]))
     for name, count in device.items():
         assert count % steps == 0, (name, count, dict(device))
     return [n for n, count in device.items() for _ in range(count // steps)], host
 
 
+def _named(names: list[str]) -> list[str]:
+    """Names in order; a memset right before a product is cuBLASLt's."""
+    follows = [*names[1:], ""]
+    pairs = zip(names, follows, strict=True)
+    own = [n.startswith("Memset") and bool(GEMM.search(next)) for n, next in pairs]
+    return [LIBRARY if o else n for n, o in zip(names, own, strict=True)]
+
+
 def kinds(names: list[str]) -> dict[str, list[str]]:
-    """The names of products, of quantizers, and of all else."""
-    found: dict[str, list[str]] = {"gemm": [], "quantize": [], "small": []}
+    """The names of products and their memsets, of quantizers, and of all else."""
+    found: dict[str, list[str]] = {"gemm": [], "quantize": [], "small": [], LIBRARY: []}
     for name in names:
+        if name == LIBRARY:
+            found[LIBRARY].append(name)
+            continue
         quantize = QUANTIZE.search(name) and "dequantize" not in name.lower()
         kind = "quantize" if quantize else "gemm" if GEMM.search(name) else "small"
         found[kind].append(name)

@@ -6,13 +6,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 from _gpu import GPU
-from _profile import kinds, launches_in_hlo, profiled
+from _profile import LIBRARY, kinds, launches_in_hlo, profiled
 from flax import nnx
 
 import te_flax as te
 
 pytestmark = GPU
-LIMITS = {"gemm": 3, "quantize": 3, "small": 4}
+# Some kernels of cuBLASLt start from a counter that the library clears.
+LIMITS = {"gemm": 3, "quantize": 3, "small": 4, LIBRARY: 3}
 TOKENS, WIDTH = 1024, 1024
 WANTED = te.diff_filter(nnx.Param)
 each_bias = pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
