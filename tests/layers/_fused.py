@@ -67,12 +67,12 @@ def step(layer, x, dy):
 
 def train(layer, x, dy, recipe):
     """The results of one step; delayed scaling first fills its histories."""
-    # Its bounds hold for any order of sums. A GPU runs what users run.
-    compiler = FAST if jax.default_backend() == "cpu" or recipe in FP4 else None
+    run = step
     with context(recipe):
-        run = step.lower(layer, x, dy).compile(compiler)
         if recipe == "delayed_scaling":
-            run(layer, x, dy)
+            step(layer, x, dy)
+        if recipe in FP4:  # a large program; its bounds hold for any order of sums
+            run = step.lower(layer, x, dy).compile(FAST)
         rule = rules(layer, recipe)
         return *run(layer, x, dy), rule
 
