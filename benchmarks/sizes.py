@@ -101,19 +101,14 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--shapes", type=int, default=len(SHAPES), help="how many")
     options = parser.parse_args()
-    shapes = SHAPES[: options.shapes]
-    table: dict[str, list[str]] = {}
-    for m, k in shapes:
+    print(f"| op, {options.dtype} | shape | reference / handler |\n|---|---|---|")
+    for m, k in SHAPES[: options.shapes]:
         for op, arrays, own in cases(m, k, jnp.dtype(options.dtype)):
             try:
                 text = f"{ratio(op, arrays, own):.2f}x"
             except Exception as error:
                 text = str(error).splitlines()[0][:80]
-            table.setdefault(op.name, []).append(text)
-    heads = [f"{m} x {k}" for m, k in shapes]
-    print(f"| {options.dtype} | {' | '.join(heads)} |\n|{'---|' * (len(heads) + 1)}")
-    for name, row in table.items():
-        print(f"| {name} | {' | '.join(row)} |", flush=True)
+            print(f"| {op.name} | {m} x {k} | {text} |", flush=True)
 
 
 if __name__ == "__main__":
