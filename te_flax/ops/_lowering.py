@@ -11,7 +11,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jax.sharding import AxisType, Mesh, NamedSharding
 
-from te_flax.ops import _extension
+from te_flax.ops import _extension, _sizes
 from te_flax.ops._partition import partitioned
 from te_flax.ops._plan import axes_of, bare_types, mesh_of
 
@@ -52,6 +52,8 @@ def why_reference(op: "KernelOp", platform: str, avals, attrs, impl: str) -> str
         why = op.prefers_reference(platform, *(avals or ()), **dict(attrs))
         if why:
             return why
+    if impl == "auto" and avals and (why := _sizes.why(op.name, platform, avals)):
+        return why
     if op.handler is None:
         return "the op has no handler"
     if not _extension.has(op.handler, platform):

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import jax
 
-from te_flax.ops import _choice, _extension
+from te_flax.ops import _choice, _extension, _sizes
 from te_flax.ops._lowering import PLATFORMS, why_reference
 
 FOOTNOTE = (
@@ -59,7 +59,9 @@ def _row(name: str, platform: str, rules: _choice.Rules) -> Row:
     if reason:
         runs = "error" if chosen == "native" else "reference"
         return Row(name, platform, runs, reason)
-    return Row(name, platform, "native", f"handler te_flax.{op.handler}")
+    classes = _sizes.of(name, platform) if chosen == "auto" else []
+    why = [f"handler te_flax.{op.handler}", *(f"reference for {c}" for c in classes)]
+    return Row(name, platform, "native", "; ".join(why))
 
 
 def grouped(found: list[Row]) -> list[Row]:

@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import pytest
 from _rmsnorm import RMS_FWD
 
-from te_flax.ops import _choice, _extension
+from te_flax.ops import _choice, _extension, _sizes
 from te_flax.ops._choice import current, how, kernels, parse
 from te_flax.ops._report import Row, grouped, kernel_report, platforms, rows
+from te_flax.ops._sizes import SizeClass
 from te_flax.ops.amax import AMAX
 
 NATIVE = _extension.has("amax", "cpu")
@@ -151,6 +152,28 @@ def test_a_measured_default_counts_for_auto_alone(slower):
         with kernels("amax=native"):
             assert MARK in text()
             assert {r.runs for r in rows() if r.op == "amax"} == {"native"}
+
+
+def test_a_measured_size_class_counts_for_auto_alone(monkeypatch):
+    if not NATIVE:
+        pytest.skip("needs the compiled extension")
+    classes = (
+        SizeClass("cpu", "amax", "float32", 16),
+        SizeClass("cuda", "amax", "float32", 1 << 20),
+    )
+    monkeypatch.setattr(_sizes, "REFERENCE", classes)
+
+    def native(size, dtype=jnp.float32):
+        return MARK in jax.jit(lambda x: AMAX(x)).lower(jnp.ones(size, dtype)).as_text()
+
+    assert not native(15)
+    assert native(16)
+    assert native(15, jnp.bfloat16)
+    with kernels("amax=native"):
+        assert native(15)
+    row = next(r for r in rows() if (r.op, r.platform) == ("amax", "cpu"))
+    small = "reference for fewer than 16 elements of float32"
+    assert row == Row("amax", "cpu", "native", f"handler te_flax.amax; {small}")
 
 
 def test_environment(monkeypatch):

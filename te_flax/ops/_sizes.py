@@ -1,0 +1,45 @@
+"""Measured defaults: operands so small that XLA's code for the reference is faster.
+
+``python -m benchmarks.sizes`` measures them, and docs/perf.md has its tables.
+"""
+
+from typing import NamedTuple
+
+from te_flax.ops import _choice
+
+
+class SizeClass(NamedTuple):
+    """Calls that ``auto`` leaves to the reference."""
+
+    platform: str
+    glob: str  # of ops, as in te.kernels
+    dtype: str  # of the largest operand
+    below: int  # elements of it
+
+    def __str__(self) -> str:
+        return f"fewer than {self.below} elements of {self.dtype}"
+
+
+REFERENCE: tuple[SizeClass, ...] = ()
+
+
+def of(op: str, platform: str) -> list[SizeClass]:
+    """Returns the classes of an op that the reference serves on a platform."""
+    return [
+        c for c in REFERENCE if c.platform == platform and _choice.matches(op, c.glob)
+    ]
+
+
+def why(op: str, platform: str, avals) -> str | None:
+    """Returns why ``auto`` leaves a call to the reference, or None.
+
+    Args:
+        op: name of the op.
+        platform: "cpu" or "cuda".
+        avals: types of the operands.
+    """
+    largest = max(avals, key=lambda aval: aval.size)
+    for found in of(op, platform):
+        if largest.dtype.name == found.dtype and largest.size < found.below:
+            return f"XLA was measured faster for {found}"
+    return None
