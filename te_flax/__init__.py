@@ -8,6 +8,9 @@ from te_flax._version import __version__ as __version__
 from te_flax.convert import convert as convert
 from te_flax.convert import revert as revert
 from te_flax.functional.activation import activation as activation
+from te_flax.functional.attention.api import (
+    dot_product_attention as dot_product_attention,
+)
 from te_flax.functional.config import ActivationConfig as ActivationConfig
 from te_flax.functional.config import DenseConfig as DenseConfig
 from te_flax.functional.config import GemmState as GemmState
