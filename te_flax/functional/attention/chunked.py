@@ -187,17 +187,19 @@ class _Sums(NamedTuple):
 
 
 def _attend_bwd(static: _Static, res: tuple, cotangents: tuple[Array, Array]):
-    problem, o, lse = res
-    dtype = _scores.wide_dtype(problem)
+    given, o, lse = res
+    dtype = _scores.wide_dtype(given)
     do, dlse = cotangents
+    axes = tuple(sorted({*static.axes, *jax.typeof(do).mat.varying}))
+    static = static._replace(axes=axes)
+    # What varied less would be summed over the devices in every block.
+    problem = _vary(static, given)
     none = lse == -jnp.inf
     do = jnp.where(none[..., None], jnp.zeros((), do.dtype), do)
     zero = jnp.zeros((), dtype)
     delta = jnp.sum(do.astype(dtype) * o.astype(dtype), axis=-1) - dlse
     rows = (do, jnp.where(none, zero, lse), jnp.where(none, zero, delta))
     args, _ = _floats(problem.score_mod_args)
-    axes = tuple(sorted({*static.axes, *jax.typeof(do).mat.varying}))
-    static = static._replace(axes=axes)
     like = (problem.k, problem.v, problem.addends, problem.slopes, args)
     wide = jax.tree.map(lambda a: jnp.zeros(a.shape, dtype), like)
     sums = _vary(static, _Sums(*wide))
@@ -214,7 +216,7 @@ def _attend_bwd(static: _Static, res: tuple, cotangents: tuple[Array, Array]):
         sums, dq = lax.scan(one, sums, jnp.arange(count, dtype=jnp.int32))
         dq = _joined(dq)
     dsink = _sink_gradient(problem, rows[1], rows[2], none)
-    return (_cotangent(problem, sums, dq, dsink),)
+    return (_cotangent(given, sums, dq, dsink),)
 
 
 def _rows_backward(static: _Static, i: Array, part: Problem, rows: tuple, sums: _Sums):
