@@ -26,10 +26,12 @@ class Kind(NamedTuple):
     Attributes:
         bias: "" for none, else which dims it has beside T and S: "BN", "B", "N" or
             "shared" for none of them.
+        dbias: "dbias" where the bias has a gradient, else "".
         lengths: "" for none, "prefix" for a length an example, "packed" for segments.
     """
 
     bias: str = ""
+    dbias: str = ""
     lengths: str = ""
 
     @property
@@ -170,7 +172,8 @@ def _backward(
     segments = _segments(kind, given)
     stats = given["stats"].reshape(at.examples * segments, at.heads, at.queries)
     bias, tokens = _bias(kind, given, at), _tokens(kind, given, at)
-    like = [q, k, v, *((given["bias"],) if kind.bias else ())]
+    dbias = bias if kind.dbias else []
+    like = [q, k, v, *((given["bias"],) if kind.dbias else ())]
     made = call(
         target(backward=True, bias=bool(kind.bias)),
         [
@@ -183,7 +186,7 @@ def _backward(
         ],
         [
             *((_type(at.whole, a), layout) for a in (q, k, v)),
-            *((jax.ShapeDtypeStruct(a.shape, a.dtype), None) for a in bias),
+            *((jax.ShapeDtypeStruct(a.shape, a.dtype), None) for a in dbias),
         ],
         at.text(q.dtype, kind.lengths, segments, backward=True, **attrs),
     )
@@ -213,7 +216,7 @@ def backward(kind: Kind) -> KernelOp:
     operands |= {"o": "B.. T K G D", "do": "B.. T K G D", "stats": kind.stats}
     operands |= kind.operands()
     results = {"dq": QUERIES, "dk": KEYS, "dv": "B.. S K D"}
-    if kind.bias:
+    if kind.dbias:
         results["dbias"] = kind.bias_dims
     return _declare("bwd", kind, _backward, operands, results)
 

@@ -8,7 +8,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from te_flax.functional._core import array
-from te_flax.functional.attention import capabilities, chunked, mesh, reference
+from te_flax.functional.attention import (
+    capabilities,
+    chunked,
+    cudnn,
+    mesh,
+    reference,
+)
 from te_flax.functional.attention.checks import (
     check_arrays,
     check_static,
@@ -169,11 +175,13 @@ def _run(options: Options, operands: Operands, fp8: Any, implementation: str | N
     sizes = check_arrays(options, operands)
     options = options._replace(band=band(options, operands, sizes))
     call = capabilities.Call(options, operands, sizes, fp8=fp8 is not None)
-    attend = _ATTEND[capabilities.choose(call, implementation)]
+    chosen = capabilities.choose(call, implementation)
 
     def local(operands: Operands, batch: Array, heads: Array) -> tuple[Array, Array]:
         problem = pose(options, operands, batch, heads)
-        o, lse = attend(options, problem)
+        if chosen == "cudnn":
+            return cudnn.attend(options, operands, problem)
+        o, lse = _ATTEND[chosen](options, problem)
         return lay(options, o), lse.reshape(lse.shape[0], -1, lse.shape[-1])
 
     operands = operands._replace(dropout_key=_words(options, operands))

@@ -1,0 +1,21 @@
+"""The cuDNN implementation around an emulation of XLA's custom calls."""
+
+import jax.numpy as jnp
+import pytest
+from _cudnn import Sizes, cases, check, emulated
+
+__all__ = ["emulated"]
+pytestmark = pytest.mark.usefixtures("emulated")
+BF16 = jnp.dtype(jnp.bfloat16)
+SQUARE = Sizes()
+WIDE = Sizes(t=24, s=8, k=1, h=24, v=8)
+
+
+@pytest.mark.parametrize("name", cases(SQUARE, BF16))
+def test_against_float64(name):
+    check(SQUARE, name, BF16)
+
+
+@pytest.mark.parametrize("name", ["plain", "window", "mask", "bias_lengths"])
+def test_other_head_dim_of_v(name):
+    check(WIDE, name, jnp.dtype(jnp.float16))
