@@ -46,7 +46,7 @@ def call(name, operands, results, text):
     )
     arrays = [a for a, _ in operands]
     q, k, v, *rest = arrays
-    b, t, n, h = q.shape
+    b, t, n, _ = q.shape
     dims = [str(d) for d in (b, n, t, k.shape[1])]
     assert given["intermediate_tensor_shape"]["dimensions"] == dims
     do = o = None
@@ -144,14 +144,19 @@ def _stats(spec, side, stats, n):
 
 
 @pytest.fixture
-def emulated(monkeypatch):
+def on_gpu(monkeypatch):
     """Takes this machine for one with a GPU."""
     choose = capabilities.choose
 
-    def on_gpu(given, implementation):
+    def chosen(given, implementation):
         return choose(dataclasses.replace(given, platform="gpu"), implementation)
 
-    monkeypatch.setattr(capabilities, "choose", on_gpu)
+    monkeypatch.setattr(capabilities, "choose", chosen)
+
+
+@pytest.fixture
+def emulated(on_gpu, monkeypatch):
+    """And for one with cuDNN."""
     monkeypatch.setattr(ops, "call", call)
 
 

@@ -2,9 +2,9 @@
 
 import jax.numpy as jnp
 import pytest
-from _cudnn import Sizes, cases, check, emulated
+from _cudnn import Sizes, cases, check, emulated, on_gpu
 
-__all__ = ["emulated"]
+__all__ = ["emulated", "on_gpu"]
 pytestmark = pytest.mark.usefixtures("emulated")
 BF16 = jnp.dtype(jnp.bfloat16)
 SQUARE = Sizes()

@@ -43,8 +43,8 @@ class _Given(NamedTuple):
         tokens: int32, lengths and starts as the ops take them.
         written: bool ``[B, T]`` and ``[B, S]``, which tokens lie in a packed segment;
             None where the kernel writes all.
-        blind: bool ``[B|1, K|1, G|1, T]``, queries of which a mask hides every key; None
-            without masks.
+        blind: bool ``[B|1, K|1, G|1, T]``, queries of which a mask hides every key;
+            None without masks.
     """
 
     q: Array
@@ -166,7 +166,7 @@ def _packed(operands: Operands, counts: Any, full: tuple[int, int]):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(static: _Static, given: _Given) -> tuple[Array, Array]:
-    """o and what the kernel's backward pass reads beside it."""
+    """The result, and what the kernel's backward pass reads beside it."""
     bias = () if given.bias is None else (given.bias,)
     o, stats = forward(static.kind)(
         *given[:3], *bias, *given.tokens, impl=(), **dict(static.attrs)
