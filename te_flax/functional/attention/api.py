@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from te_flax.errors import check_float64
 from te_flax.functional._core import array
 from te_flax.functional.attention import (
     capabilities,
@@ -25,6 +26,7 @@ from te_flax.functional.attention.checks import (
 )
 from te_flax.functional.attention.options import (
     LAYOUTS,
+    WHERE,
     Operands,
     Options,
     standard_slopes,
@@ -136,15 +138,19 @@ def dot_product_attention(
     Source: Vaswani et al. 2017, "Attention Is All You Need" (arXiv:1706.03762),
     section 3.2; Xiao et al. 2023 (arXiv:2309.17453) for the sink.
     """
+    check_float64(WHERE, q=q, k=k, v=v, bias=bias, mask=mask, sink=sink)
+    q, k, v = map(jnp.asarray, (q, k, v))
     choice("layout", layout, LAYOUTS)
     left, right = window_of(window)
     if isinstance(mask_type, str) and "causal" in mask_type:
         right = 0 if right is None else min(right, 0)
     operands = Operands(
-        *map(jnp.asarray, (q, k, v)),
+        q,
+        k,
+        v,
         bias=array(bias),
         mask=array(mask),
-        alibi_slopes=_slopes(alibi_slopes, q.shape, layout),
+        alibi_slopes=_slopes(alibi_slopes, q.shape[layout.index("N") :][:1]),
         segment_ids=_pair("segment_ids", segment_ids),
         positions=_pair("positions", positions),
         q_seqlen=array(q_seqlen),
@@ -160,7 +166,7 @@ def dot_product_attention(
         mask_type=mask_type,
         left=left,
         right=right,
-        scale=scale_of(scale, operands.q.shape[-1]),
+        scale=scale_of(scale, q.shape[-1] if q.ndim else 1),
         softmax_type=softmax_type,
         dropout_rate=dropout_rate,
         score_mod=score_mod,
@@ -200,11 +206,11 @@ def _pair(name: str, given: Any) -> tuple[Array, Array] | None:
     return jnp.asarray(both[0]), jnp.asarray(both[1])
 
 
-def _slopes(given: Any, shape: tuple[int, ...], layout: str) -> Array | None:
+def _slopes(given: Any, heads: tuple[int, ...]) -> Array | None:
     if given is None or given is False:
         return None
     if given is True:
-        return standard_slopes(shape[layout.index("N")])
+        return standard_slopes(*heads or (1,))
     return jnp.asarray(given)
 
 

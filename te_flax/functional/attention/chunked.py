@@ -17,7 +17,7 @@ from te_flax.functional.attention import blocks
 from te_flax.functional.attention import scores as _scores
 from te_flax.functional.attention.options import Options
 from te_flax.functional.attention.problem import Problem, varying
-from te_flax.functional.attention.reference import finish
+from te_flax.functional.attention.reference import log_sum
 from te_flax.ops._op import cotangent_like
 from te_flax.typing import Array
 
@@ -173,7 +173,8 @@ def _rows_forward(static: _Static, i: Array, part: Problem) -> tuple[Array, Arra
 
     carry = _vary(static, (top, total, acc))
     top, total, acc = _each_key_block(static, part, i, body, carry)
-    return finish(acc, total, top, part)
+    _, safe, lse = log_sum(total, top)
+    return (acc / safe[..., None]).astype(part.q.dtype), lse
 
 
 class _Sums(NamedTuple):

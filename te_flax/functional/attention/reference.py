@@ -34,16 +34,19 @@ def attend(options: Options, problem: Problem) -> tuple[Array, Array]:
     total = jnp.sum(p, axis=-1)
     if sink is not None:
         total = total + jnp.exp(sink - top)
+    none, safe, lse = log_sum(total, top)
+    p = p / safe[..., None]
+    if found is not None:  # 0 / NaN of a query that saw one
+        p = jnp.where(found, p, jnp.zeros((), dtype))
     p = _scores.drop(options, _scores.kept(options, problem), p)
-    return finish(jnp.einsum("bkgts,bksh->bkgth", p, v), total, top, problem)
+    o = jnp.einsum("bkgts,bksh->bkgth", p, v)
+    if found is not None:  # keeps a cotangent of NaN out
+        o = jnp.where(none[..., None], jnp.zeros((), dtype), o)
+    return o.astype(problem.q.dtype), lse
 
 
-def finish(
-    acc: Array, total: Array, top: Array, problem: Problem
-) -> tuple[Array, Array]:
-    """The result from sums of ``exp(score - top)``."""
+def log_sum(total: Array, top: Array) -> tuple[Array, Array, Array]:
+    """From sums of ``exp(score - top)``: which are empty, a divisor, the logarithm."""
     none = total == 0
     safe = jnp.where(none, jnp.ones((), total.dtype), total)
-    o = (acc / safe[..., None]).astype(problem.q.dtype)
-    lse = jnp.where(none, -jnp.inf, top + jnp.log(safe))
-    return o, lse
+    return none, safe, jnp.where(none, -jnp.inf, top + jnp.log(safe))
