@@ -8,7 +8,7 @@ __all__ = ["emulated", "on_gpu"]
 pytestmark = pytest.mark.usefixtures("emulated")
 BF16 = jnp.dtype(jnp.bfloat16)
 SQUARE = Sizes()
-WIDE = Sizes(t=24, s=8, k=1, h=24, v=8)
+WIDE = Sizes(t=24, s=8, k=1, h=192, v=128)
 
 
 @pytest.mark.parametrize("name", cases(SQUARE, BF16))

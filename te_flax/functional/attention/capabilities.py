@@ -110,6 +110,18 @@ def _any_order(call: Call) -> bool:
     return call.deterministic and not any(f in ("", "true", "1") for f in flags)
 
 
+def _two_dims(call: Call) -> bool:
+    dims = (call.sizes.qk_dim, call.sizes.v_dim)
+    return dims[0] != dims[1] and dims != (192, 128)
+
+
+def _fp8_scores(call: Call) -> bool:
+    """Whether anything but q . k and a causal mask makes the scores."""
+    given = (call.operands.bias, call.operands.mask, call.operands.kv_seqlen)
+    given = (*given, call.operands.q_seqlen, call.options.left)
+    return any(a is not None for a in given) or call.options.scale == 0
+
+
 _MATRIX = "FP8 attention needs the whole matrix of scores at once; use 'reference'"
 _NO_SINK = "XLA's call has no further term in the denominator"
 TABLE: tuple[Row, ...] = (
@@ -127,6 +139,11 @@ TABLE: tuple[Row, ...] = (
         "head_dim above 256 or no multiple of 8",
         _head_dim,
         {"cudnn": "head_dim must be <= 256 and a multiple of 8"},
+    ),
+    Row(
+        "head_dims that differ, but not 192 and 128",
+        _two_dims,
+        {"cudnn": "v must have the head_dim of q, or 128 where q has 192"},
     ),
     Row(
         "a dim of size 0",
@@ -228,6 +245,11 @@ TABLE: tuple[Row, ...] = (
         "fp8, masks",
         lambda c: c.fp8 and c.options.mask_type not in ("no_mask", "causal"),
         {"cudnn": "FP8 knows no mask but the causal one"},
+    ),
+    Row(
+        "fp8, bias, mask, lengths, window or a scale of 0",
+        lambda c: c.fp8 and _fp8_scores(c),
+        {"cudnn": "FP8 changes no score but by the causal mask"},
     ),
     Row(
         "fp8, page_table",

@@ -132,7 +132,8 @@ def _tokens(options: Options, operands: Operands, sizes: Any):
     """Lengths without the queries that see no key: the kernel writes zeros there."""
     counts: Any = (operands.q_seqlen, operands.kv_seqlen)
     full = (sizes.queries, sizes.keys)
-    beyond = options.left is not None and full[0] > full[1] + options.left
+    # The kernel has no window where queries outnumber keys, unless there are lengths.
+    beyond = options.left is not None and full[0] > full[1]
     if counts == (None, None) and not beyond:
         return "", (), None
     like = next((a for a in counts if a is not None), jnp.zeros(sizes.batch))
