@@ -3,4 +3,6 @@
 import sys
 from pathlib import Path
 
-sys.path += [str(Path(__file__).parents[1] / name) for name in ("ops", "layers")]
+sys.path += [
+    str(Path(__file__).parents[1] / name) for name in ("attention", "ops", "layers")
+]

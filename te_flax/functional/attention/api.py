@@ -69,8 +69,8 @@ def dot_product_attention(
 ) -> Array | tuple[Array, Array]:
     """Computes ``o = dropout(softmax(scores)) . v``, ``scores = scale q . k + bias``.
 
-    A key that a query does not see contributes nothing, not even a NaN; a query that
-    sees no key gets 0 and passes no gradient on. All that limits what a query sees
+    A key that a query does not see contributes nothing, not even a NaN (but cuDNN wants
+    it finite); a query that sees no key gets 0 and passes no gradient on. All that limits what a query sees
     applies at once: mask, mask_type, lengths or segments, window.
 
     Args:
