@@ -70,7 +70,8 @@ def dot_product_attention(
     """Computes ``o = dropout(softmax(scores)) . v``, ``scores = scale q . k + bias``.
 
     A key that a query does not see contributes nothing, not even a NaN (but cuDNN wants
-    it finite); a query that sees no key gets 0 and passes no gradient on. All that limits what a query sees
+    it finite); a query that sees no key gets 0 and passes no gradient on. All that
+    limits what a query sees
     applies at once: mask, mask_type, lengths or segments, window.
 
     Args:
