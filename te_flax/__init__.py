@@ -11,6 +11,8 @@ from te_flax.functional.activation import activation as activation
 from te_flax.functional.attention.api import (
     dot_product_attention as dot_product_attention,
 )
+from te_flax.functional.attention.fp8 import AttentionConfig as AttentionConfig
+from te_flax.functional.attention.fp8 import AttentionState as AttentionState
 from te_flax.functional.config import ActivationConfig as ActivationConfig
 from te_flax.functional.config import DenseConfig as DenseConfig
 from te_flax.functional.config import GemmState as GemmState

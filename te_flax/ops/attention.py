@@ -17,7 +17,7 @@ from te_flax.ops.cudnn_call import call, config, target
 from te_flax.typing import Array, Shape
 
 QUERIES, KEYS = "B.. T K G H", "B.. S K H"
-_ATTRS = {"scale": float, "causal": bool, "layout": str}
+ATTRS = {"scale": float, "causal": bool, "layout": str}
 
 
 class Kind(NamedTuple):
@@ -56,10 +56,19 @@ class Kind(NamedTuple):
         return "B.. M K G T" if self.lengths == "packed" else "B.. K G T"
 
 
-class _Shapes(NamedTuple):
-    """The dims of one call, examples in one dim."""
+class Shapes(NamedTuple):
+    """The dims of one call, examples in one dim.
 
-    outer: Shape  # the dims of B..
+    Attributes:
+        outer: the dims of ``B..``.
+        examples: their product.
+        queries: T.
+        keys: S.
+        groups: K.
+        each: G.
+    """
+
+    outer: Shape
     examples: int
     queries: int
     keys: int
@@ -67,12 +76,14 @@ class _Shapes(NamedTuple):
     each: int
 
     @classmethod
-    def of(cls, q: Any, k: Any) -> "_Shapes":
+    def of(cls, q: Any, k: Any) -> "Shapes":
+        """Reads the dims of q and k."""
         outer = q.shape[:-4]
         return cls(outer, math.prod(outer), q.shape[-4], k.shape[-3], *q.shape[-3:-1])
 
     @property
     def heads(self) -> int:
+        """N, the heads of q."""
         return self.groups * self.each
 
     def whole(self, a: Array) -> Array:
@@ -81,9 +92,11 @@ class _Shapes(NamedTuple):
         return a.reshape(self.examples, tokens, -1, a.shape[-1])
 
     def scores(self) -> Shape:
+        """B, N, T, S."""
         return self.examples, self.heads, self.queries, self.keys
 
     def text(self, dtype: Any, lengths: str, segments: int, **options: Any) -> str:
+        """The configuration of the call."""
         causal, window = options["causal"], options.get("window", 0)
         words = ["PADDING"] * bool(lengths) + ["CAUSAL"] * causal
         return config(
@@ -97,7 +110,7 @@ class _Shapes(NamedTuple):
         )
 
 
-def _tokens(kind: Kind, given: dict[str, Array], at: _Shapes) -> list[Array]:
+def _tokens(kind: Kind, given: dict[str, Array], at: Shapes) -> list[Array]:
     """The lengths and offsets as cuDNN reads them; a missing segment is empty."""
     if not kind.lengths:
         return []
@@ -126,7 +139,7 @@ def _segments(kind: Kind, given: dict[str, Array]) -> int:
     return given["q_count"].shape[-1] if kind.lengths == "packed" else 1
 
 
-def _bias(kind: Kind, given: dict[str, Array], at: _Shapes) -> list[Array]:
+def _bias(kind: Kind, given: dict[str, Array], at: Shapes) -> list[Array]:
     """``[B|1, N|1, T, S]``."""
     if not kind.bias:
         return []
@@ -138,7 +151,7 @@ def _bias(kind: Kind, given: dict[str, Array], at: _Shapes) -> list[Array]:
 def _forward(kind: Kind, names: tuple[str, ...], *arrays: Array, **attrs: Any) -> tuple:
     given = dict(zip(names, arrays, strict=True))
     q, k, v = arrays[:3]
-    at, layout = _Shapes.of(q, k), attrs["layout"]
+    at, layout = Shapes.of(q, k), attrs["layout"]
     segments = _segments(kind, given)
     bias, tokens = _bias(kind, given, at), _tokens(kind, given, at)
     o = (at.examples, at.queries, at.heads, v.shape[-1])
@@ -168,7 +181,7 @@ def _backward(
 ) -> tuple:
     given = dict(zip(names, arrays, strict=True))
     q, k, v = arrays[:3]
-    at, layout = _Shapes.of(q, k), attrs["layout"]
+    at, layout = Shapes.of(q, k), attrs["layout"]
     segments = _segments(kind, given)
     stats = given["stats"].reshape(at.examples * segments, at.heads, at.queries)
     bias, tokens = _bias(kind, given, at), _tokens(kind, given, at)
@@ -241,7 +254,7 @@ def _declare(
         name=name,
         signature=signature,
         reference=functools.partial(compute, kind, tuple(operands)),
-        attrs={**_ATTRS, "window": int},
+        attrs={**ATTRS, "window": int},
         reduce=summed,
         replicated=("T", "S", "H", "D", *packed),
         batch_group="B",

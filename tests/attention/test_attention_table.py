@@ -67,6 +67,8 @@ PROPERTIES = {
     },
     "fp8, masks": {"fp8": True, "mask_type": "padding"},
     "fp8, bias, mask, lengths, window or a scale of 0": {"fp8": True, "scale": 0.0},
+    "fp8, scales to be measured": {"fp8": True, "scaled": False},
+    "fp8, return_residual": {"fp8": True, "return_residual": True},
     "fp8, page_table": {"fp8": True, "page_table": PAIR},
     "TE_FLAX_DETERMINISTIC=1": {"deterministic": True},
 }

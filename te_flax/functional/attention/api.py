@@ -7,15 +7,17 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from te_flax.errors import check_float64
+from te_flax.errors import check_float64, message
 from te_flax.functional._core import array
 from te_flax.functional.attention import (
     capabilities,
     chunked,
     cudnn,
+    cudnn_fp8,
     mesh,
     reference,
 )
+from te_flax.functional.attention import fp8 as _emulation
 from te_flax.functional.attention.checks import (
     check_arrays,
     check_static,
@@ -24,6 +26,7 @@ from te_flax.functional.attention.checks import (
     scale_of,
     window_of,
 )
+from te_flax.functional.attention.fp8 import AttentionConfig, AttentionState
 from te_flax.functional.attention.options import (
     LAYOUTS,
     WHERE,
@@ -64,15 +67,15 @@ def dot_product_attention(
     score_mod_args: tuple[Any, ...] = (),
     page_table: tuple[Array, Array] | None = None,
     return_residual: bool = False,
-    fp8: Any = None,
+    fp8: AttentionConfig | tuple[AttentionConfig, AttentionState] | None = None,
     implementation: str | None = None,
-) -> Array | tuple[Array, Array]:
+) -> Array | tuple[Array, ...]:
     """Computes ``o = dropout(softmax(scores)) . v``, ``scores = scale q . k + bias``.
 
     A key that a query does not see contributes nothing, not even a NaN (but cuDNN wants
     it finite); a query that sees no key gets 0 and passes no gradient on. All that
-    limits what a query sees
-    applies at once: mask, mask_type, lengths or segments, window.
+    limits what a query sees applies at once: mask, mask_type, lengths or segments,
+    window.
 
     Args:
         q: ``[B, T, N, H]`` in the order of ``layout``; float32, bfloat16 or float16,
@@ -116,13 +119,16 @@ def dot_product_attention(
             ``[P, size, K, H]`` in place of examples, and ``S = pages size``; -1 is no
             page.
         return_residual: whether the log-sum-exp of the scores is returned too.
-        fp8: quantizers of FP8 attention, or None.
+        fp8: quantizers of FP8 attention, with its state where earlier steps fix the
+            scales; None multiplies q, k and v as they are.
         implementation: "reference", "chunked" or "cudnn"; None takes the first of
             "cudnn", "chunked" and "reference" that can serve the call.
 
     Returns:
         o ``[B, T, N, Hv]`` in the order of ``layout`` and q's dtype; with
-        ``return_residual`` also float32 ``[B, N, T]``, -inf where a query sees no key.
+        ``return_residual`` also float32 ``[B, N, T]``, -inf where a query sees no key;
+        with ``fp8`` also the amax (largest finite magnitude, non-finite flag) of q, k,
+        v, the probabilities and o, float32 ``[5, 2]``.
 
     Raises:
         ValueError: shapes, lengths or options do not fit, or the sequence or head_dim
@@ -177,23 +183,46 @@ def dot_product_attention(
     return _run(options, operands, fp8, implementation)
 
 
-def _run(options: Options, operands: Operands, fp8: Any, implementation: str | None):
+def _run(options: Options, operands: Operands, given: Any, implementation: str | None):
     check_static(options, operands)
     sizes = check_arrays(options, operands)
     options = options._replace(band=band(options, operands, sizes))
-    call = capabilities.Call(options, operands, sizes, fp8=fp8 is not None)
+    config, state = _fp8(given)
+    scaled = state is not None and None not in state[:2]
+    call = capabilities.Call(
+        options, operands, sizes, fp8=config is not None, scaled=scaled
+    )
     chosen = capabilities.choose(call, implementation)
 
-    def local(operands: Operands, batch: Array, heads: Array) -> tuple[Array, Array]:
-        problem = pose(options, operands, batch, heads)
+    def local(axes, operands: Operands, batch: Array, heads: Array, state: Any):
+        if chosen == "cudnn" and config is not None:
+            return cudnn_fp8.attend(config, options, axes, operands, state)
+        problem, amaxes = pose(options, operands, batch, heads), None
         if chosen == "cudnn":
-            return cudnn.attend(options, operands, problem)
-        o, lse = _ATTEND[chosen](options, problem)
-        return lay(options, o), lse.reshape(lse.shape[0], -1, lse.shape[-1])
+            return *cudnn.attend(options, operands, problem), None
+        if config is None:
+            o, lse = _ATTEND[chosen](options, problem)
+        else:
+            o, lse, amaxes = _emulation.attend(config, options, axes, problem, state)
+        return lay(options, o), lse.reshape(lse.shape[0], -1, lse.shape[-1]), amaxes
 
     operands = operands._replace(dropout_key=_words(options, operands))
-    o, lse = mesh.run(local, options, operands, sizes)
-    return (o, lse) if options.return_residual else o
+    o, lse, amaxes = mesh.run(local, options, operands, sizes, state)
+    found = (o, *[lse] * options.return_residual, *[amaxes] * (config is not None))
+    return found if len(found) > 1 else o
+
+
+def _fp8(given: Any) -> tuple[AttentionConfig | None, AttentionState | None]:
+    """The quantizers of FP8 attention and its arrays; None without."""
+    if given is None:
+        return None, None
+    pair = given if isinstance(given, tuple) else (given, AttentionState())
+    types = (AttentionConfig, AttentionState)
+    if len(pair) != 2 or not all(map(isinstance, pair, types)):
+        rule = "be an AttentionConfig, or a pair of one and an AttentionState"
+        remedy = "pass fp8=te.AttentionConfig()"
+        raise TypeError(message(WHERE, "fp8", rule, repr(given)[:60], remedy))
+    return pair
 
 
 def _pair(name: str, given: Any) -> tuple[Array, Array] | None:

@@ -28,6 +28,7 @@ class Call:
         operands: the arrays, of which only types and presence count.
         sizes: the dims.
         fp8: whether the products are in FP8.
+        scaled: whether all scales of FP8 are known beforehand.
         platform: "cpu", "gpu" or another of jax.
         deterministic: whether ``TE_FLAX_DETERMINISTIC=1``.
         training: whether a backward pass follows; at the call nobody knows.
@@ -37,6 +38,7 @@ class Call:
     operands: Operands
     sizes: Sizes
     fp8: bool = False
+    scaled: bool = True
     platform: str = dataclasses.field(default_factory=jax.default_backend)
     deterministic: bool = CONFIG.deterministic == "1"
     training: bool = True
@@ -250,6 +252,16 @@ TABLE: tuple[Row, ...] = (
         "fp8, bias, mask, lengths, window or a scale of 0",
         lambda c: c.fp8 and _fp8_scores(c),
         {"cudnn": "FP8 changes no score but by the causal mask"},
+    ),
+    Row(
+        "fp8, scales to be measured",
+        lambda c: c.fp8 and not c.scaled,
+        {"cudnn": "FP8 rounds within one pass; pass fp8=(config, AttentionState(..))"},
+    ),
+    Row(
+        "fp8, return_residual",
+        lambda c: c.fp8 and c.options.return_residual,
+        {"cudnn": "FP8 has no gradient of the log-sum-exp"},
     ),
     Row(
         "fp8, page_table",

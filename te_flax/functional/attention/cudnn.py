@@ -75,16 +75,29 @@ def attend(
     lse = _log_sum_exp(static, given, lax.stop_gradient(stats))
     if options.return_residual:
         lse = _residual(options, problem, lse)
-    o = o.reshape(*o.shape[:2], -1, o.shape[-1])
-    o = jnp.transpose(o, ["BTN".index(d) for d in options.layout[:3]] + [3])
-    return o, lse.reshape(lse.shape[0], -1, lse.shape[-1])
+    return laid(options.layout, o), lse.reshape(lse.shape[0], -1, lse.shape[-1])
+
+
+def by_token(layout: str, a: Array) -> Array:
+    """From the user's layout to ``[B, T, N, H]``."""
+    return jnp.transpose(a, [layout.index(d) for d in "BTN"] + [3])
+
+
+def grouped(q: Array, groups: int) -> Array:
+    """From ``[B, T, N, H]`` to ``[B, T, K, G, H]``."""
+    return q.reshape(*q.shape[:2], groups, -1, q.shape[-1])
+
+
+def laid(layout: str, a: Array) -> Array:
+    """From ``[B, T, ..., H]`` with the heads in one dim or two to the user's layout."""
+    a = a.reshape(*a.shape[:2], -1, a.shape[-1])
+    return jnp.transpose(a, ["BTN".index(d) for d in layout[:3]] + [3])
 
 
 def _prepare(options: Options, operands: Operands, problem: Problem):
     sizes = sizes_of(options.layout, operands)
-    order = [options.layout.index(d) for d in "BTN"] + [3]
-    q, k, v = (jnp.transpose(a, order) for a in operands[:3])
-    q = q.reshape(*q.shape[:2], sizes.kv_heads, -1, sizes.qk_dim)
+    q, k, v = (by_token(options.layout, a) for a in operands[:3])
+    q = grouped(q, sizes.kv_heads)
     lengths, tokens, written = _tokens(options, operands, sizes)
     bias = _bias(problem, q.dtype)
     blind = None
