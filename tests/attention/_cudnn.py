@@ -17,7 +17,7 @@ from _compare import compare
 
 import te_flax as te
 from te_flax.functional.attention import capabilities
-from te_flax.ops import attention as ops
+from te_flax.ops import attention, attention_fp8
 from te_flax.testing.oracle_attention import Inputs
 
 
@@ -36,6 +36,8 @@ class _Spec(NamedTuple):
 def call(name, operands, results, text):
     """As te_flax.ops.cudnn_call.call, on any platform."""
     given = json.loads(text)["cudnn_fmha_backend_config"]
+    if name.endswith("F8"):
+        return _fp8(given, [a for a, _ in operands], results)
     spec = _Spec(
         given["fmha_scale"],
         given["mask_type"],
@@ -143,6 +145,57 @@ def _stats(spec, side, stats, n):
     return jnp.moveaxis(made.reshape(n, b * spec.segments, t), 0, 1)
 
 
+def _round(x, scale, dtype):
+    """Codes and the amax of what they stand for."""
+    limit = float(jnp.finfo(dtype).max)
+    return jnp.clip(x * scale, -limit, limit).astype(dtype), jnp.max(jnp.abs(x))
+
+
+def _fp8(given, arrays, results):
+    """Both passes; the backward one has do behind o."""
+    forward = "bmm1_dot_dimension_numbers" in given
+    (q, k, v), rest = arrays[:3], arrays[3:]
+    o, do, stats = (None,) * 3 if forward else rest[:3]
+    q_inv, k_inv, v_inv, *rest = (a.reshape(()) for a in rest[0 if forward else 3 :])
+    group = q.shape[2] // k.shape[2]
+    dtype = q.dtype
+    q = q.astype(jnp.float32) * q_inv
+    k, v = (a.astype(jnp.float32) * f for a, f in ((k, k_inv), (v, v_inv)))
+    k, v = (jnp.repeat(a, group, axis=2) for a in (k, v))
+    scores = given["fmha_scale"] * jnp.einsum("btnh,bsnh->bnts", q, k)
+    if given["mask_type"] == "CAUSAL":
+        t, s = scores.shape[2:]
+        scores = jnp.where(jnp.arange(s) <= jnp.arange(t)[:, None], scores, -jnp.inf)
+    if forward:
+        s_inv, s_scale, o_scale = rest
+        stats = jax.nn.logsumexp(scores, axis=-1)
+        s, amax_s = _round(jnp.exp(scores - stats[..., None]), s_scale, dtype)
+        o = jnp.einsum("bnts,bsnh->btnh", s.astype(jnp.float32) * s_inv, v)
+        o, amax_o = _round(o, o_scale, dtype)
+        made = [o, amax_s, amax_o, stats]
+    else:
+        o_inv, do_inv, s_inv, dp_inv, s_scale, *scales = rest
+        out, (o, do) = do.dtype, (a.astype(jnp.float32) for a in (o, do))
+        o, do = o * o_inv, do * do_inv
+        p = jnp.exp(scores - stats[..., None])
+        s = _round(p, s_scale, dtype)[0].astype(jnp.float32) * s_inv
+        delta = jnp.einsum("btnh,btnh->bnt", do, o)[..., None]
+        dp = p * (jnp.einsum("btnh,bsnh->bnts", do, v) - delta) * given["fmha_scale"]
+        dp, amax_dp = _round(dp, scales[3], out)
+        dp = dp.astype(jnp.float32) * dp_inv
+        grads = [
+            jnp.einsum("bnts,bsnh->btnh", dp, k),
+            jnp.einsum("bnts,btnh->bsnh", dp, q),
+            jnp.einsum("bnts,btnh->bsnh", s, do),
+        ]
+        for i in (1, 2):
+            b, n, _, h = grads[i].shape
+            grads[i] = grads[i].reshape(b, n, -1, group, h).sum(3)
+        pairs = [_round(g, f, out) for g, f in zip(grads, scales, strict=False)]
+        made = [*(c for c, _ in pairs), *(a for _, a in pairs), amax_dp]
+    return [a.reshape(kind.shape) for a, (kind, _) in zip(made, results, strict=True)]
+
+
 @pytest.fixture
 def on_gpu(monkeypatch):
     """Takes this machine for one with a GPU."""
@@ -157,7 +210,8 @@ def on_gpu(monkeypatch):
 @pytest.fixture
 def emulated(on_gpu, monkeypatch):
     """And for one with cuDNN."""
-    monkeypatch.setattr(ops, "call", call)
+    for module in (attention, attention_fp8):
+        monkeypatch.setattr(module, "call", call)
 
 
 class Sizes(NamedTuple):
