@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 import te_flax as te
+from te_flax.ops import attention_fp8
 
 BATCH, SEQUENCE, HEADS, DIM = 8, 2048, 32, 128
 LENGTHS = jnp.full(BATCH, SEQUENCE * 7 // 8, jnp.int32)
@@ -62,10 +63,37 @@ def runs(case: str, *, backward: bool) -> dict[str, Callable]:
     mine = functools.partial(te.dot_product_attention, implementation="cudnn", **ours)
     label = "jax.nn cudnn" if theirs is not None else "jax.nn cudnn, full"
     both = {label: peer, "te_flax": mine}
-    return {
+    if case in ("causal", "full"):
+        both["te_flax FP8"] = functools.partial(_fp8, **ours)
+    found = {
         name: functools.partial(passes(f, backward=backward), *arrays)
         for name, f in both.items()
     }
+    if case in ("causal", "full") and not backward:
+        codes = [a.astype(jnp.float8_e4m3fn) for a in arrays[:3]]
+        kernel = jax.jit(functools.partial(_kernel, causal=case == "causal"))
+        found["te_flax FP8, codes to codes"] = functools.partial(kernel, *codes)
+    return found
+
+
+def _fp8(q: jax.Array, k: jax.Array, v: jax.Array, **options: Any) -> jax.Array:
+    """With the scales of amaxes that normal operands have."""
+    pairs = []
+    for limit, amaxes in ((448.0, (6, 6, 6, 1, 6)), (57344.0, (6, 8, 8, 32, 32))):
+        scale = limit / jnp.asarray(amaxes, jnp.float32)
+        pairs.append(te.Scale(scale, 1 / scale))
+    fp8 = (te.AttentionConfig(), te.AttentionState(*pairs))
+    return te.dot_product_attention(
+        q, k, v, fp8=fp8, implementation="cudnn", **options
+    )[0]
+
+
+def _kernel(q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool) -> jax.Array:
+    """The forward kernel alone."""
+    q = q.reshape(*q.shape[:3], 1, DIM)
+    scalars = [jnp.float32(1)] * 6
+    attrs = {"scale": DIM**-0.5, "causal": causal, "layout": "BTNH"}
+    return attention_fp8.forward()(q, k, v, *scalars, **attrs)[0]
 
 
 def cases() -> Iterator[tuple[str, bool, float]]:

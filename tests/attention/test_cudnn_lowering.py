@@ -10,9 +10,10 @@ import pytest
 from _cudnn import Sizes, arrays, on_gpu
 
 import te_flax as te
+from te_flax.ops import attention_fp8
 
 __all__ = ["on_gpu"]
-BF16 = jnp.dtype(jnp.bfloat16)
+BF16, E4M3 = jnp.dtype(jnp.bfloat16), jnp.float8_e4m3fn
 AT = Sizes(t=32, s=48, h=64, v=64)
 BIAS = jnp.ones((1, AT.n, AT.t, AT.s), BF16)
 MASK = jnp.ones((AT.b, 1, AT.t, AT.s), bool)
@@ -74,10 +75,11 @@ def both_passes(attend, options):
 def cudnn_of_jax(monkeypatch):
     """Lets jax.nn lower without a GPU: it asks for versions first."""
     q = jnp.ones((1, 2, 1, 8), BF16)
-    name = "jax._src.cudnn.fused_attention_stablehlo"
     with pytest.raises(RuntimeError, match="cuDNN is not detected"):
         jax.nn.dot_product_attention(q, q, q, implementation="cudnn")
-    monkeypatch.setattr(sys.modules[name], "check_cudnn_version", lambda: 91900)
+    module = sys.modules["jax._src.cudnn.fused_attention_stablehlo"]
+    monkeypatch.setattr(module, "check_cudnn_version", lambda: 91900)
+    return module
 
 
 @pytest.mark.usefixtures("on_gpu", "cudnn_of_jax")
@@ -96,6 +98,47 @@ def test_equals_jax_nn(case):
     same = 1 if case == "mask" and jax.__version_info__ < (0, 11) else 2
     assert len(found[0]) == 2
     assert found[0][:same] == found[1][:same]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_fp8_equals_jax(causal, cudnn_of_jax):
+    """Calls of JAX's own function, which has no public name."""
+    at = Sizes(t=128, s=256, h=128, v=128)
+    q, k, v, do, _ = (a.astype(E4M3) for a in arrays(at, BF16))
+    one = jnp.ones((1, 1, 1, 1), jnp.float32)
+
+    def theirs(q, k, v, do):
+        def attend(q, k, v):
+            return cudnn_of_jax.dot_product_attention(
+                q,
+                k,
+                v,
+                scale=0.3,
+                mask_type=cudnn_of_jax.MaskType.CAUSAL
+                if causal
+                else cudnn_of_jax.MaskType.NO_MASK,
+                use_fp8=True,
+                fp8_params=dict.fromkeys(cudnn_of_jax.fp8_params_keys, one),
+            )
+
+        o, pull = jax.vjp(attend, q, k, v)
+        return o, pull((do, one, one))
+
+    def ours(q, k, v, do):
+        q, do = (a.reshape(*a.shape[:2], at.k, -1, at.h) for a in (q, do))
+        attrs = {"scale": 0.3, "causal": causal, "layout": "BTNH"}
+        one = jnp.float32(1)
+        o, stats, *_ = attention_fp8.forward()(q, k, v, *[one] * 6, **attrs)
+        return attention_fp8.backward()(q, k, v, o, do, stats, *[one] * 12, **attrs)
+
+    found = []
+    for f in (ours, theirs):
+        found.append(calls(f, q, k, v, do))
+        for _, config, *_ in found[-1]:  # FP8 reads none of them
+            for key in ("seed", "max_seg_per_batch"):
+                config["cudnn_fmha_backend_config"].pop(key, None)
+    assert len(found[0]) == 2
+    assert found[0] == found[1]
 
 
 MEMORY = {  # minor to major, of operands [B, T, N, H] and of results [B, N, T, H]
