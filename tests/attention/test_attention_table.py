@@ -19,6 +19,7 @@ Q = jax.ShapeDtypeStruct((2, 128, 4, 128), jnp.bfloat16)
 # Row of the table -> a call that has the property and no other that counts.
 PROPERTIES = {
     "another platform than an NVIDIA GPU": {"platform": "cpu"},
+    "a GPU older than sm_90": {"capability": 80},
     "float32 or float64": {"q": jax.ShapeDtypeStruct(Q.shape, jnp.float32)},
     "head_dim above 256 or no multiple of 8": {
         "q": jax.ShapeDtypeStruct((2, 128, 4, 260), jnp.bfloat16)

@@ -197,9 +197,9 @@ def _run(options: Options, operands: Operands, given: Any, implementation: str |
     def local(axes, operands: Operands, batch: Array, heads: Array, state: Any):
         if chosen == "cudnn" and config is not None:
             return cudnn_fp8.attend(config, options, axes, operands, state)
-        problem, amaxes = pose(options, operands, batch, heads), None
         if chosen == "cudnn":
-            return *cudnn.attend(options, operands, problem), None
+            return *cudnn.attend(options, operands, batch, heads), None
+        problem, amaxes = pose(options, operands, batch, heads), None
         if config is None:
             o, lse = _ATTEND[chosen](options, problem)
         else:

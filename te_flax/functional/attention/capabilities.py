@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from te_flax.config import CONFIG
 from te_flax.errors import message
 from te_flax.functional.attention.options import WHERE, Operands, Options, Sizes
+from te_flax.ops._extension import compute_capability
 
 IMPLEMENTATIONS = ("cudnn", "chunked", "reference")  # in the order of preference
 
@@ -30,6 +31,7 @@ class Call:
         fp8: whether the products are in FP8.
         scaled: whether all scales of FP8 are known beforehand.
         platform: "cpu", "gpu" or another of jax.
+        capability: of the GPUs, such as 90, or None.
         deterministic: whether ``TE_FLAX_DETERMINISTIC=1``.
         training: whether a backward pass follows; at the call nobody knows.
     """
@@ -40,6 +42,7 @@ class Call:
     fp8: bool = False
     scaled: bool = True
     platform: str = dataclasses.field(default_factory=jax.default_backend)
+    capability: int | None = dataclasses.field(default_factory=compute_capability)
     deterministic: bool = CONFIG.deterministic == "1"
     training: bool = True
 
@@ -104,12 +107,13 @@ def _bottom_right(call: Call) -> bool:
 
 
 def _any_order(call: Call) -> bool:
-    """Whether sums must repeat and XLA was not told so."""
+    """Whether sums must repeat, but XLA was not told so, or cannot in FP8."""
     flags = re.findall(
         r"--xla_gpu_(?:deterministic_ops|exclude_nondeterministic_ops)(?:=(\w+))?",
         os.environ.get("XLA_FLAGS", ""),
     )
-    return call.deterministic and not any(f in ("", "true", "1") for f in flags)
+    told = any(f in ("", "true", "1") for f in flags)
+    return call.deterministic and (call.fp8 or not told)
 
 
 def _two_dims(call: Call) -> bool:
@@ -131,6 +135,11 @@ TABLE: tuple[Row, ...] = (
         "another platform than an NVIDIA GPU",
         lambda c: c.platform not in ("gpu", "cuda"),
         {"cudnn": "it runs on NVIDIA GPUs only"},
+    ),
+    Row(
+        "a GPU older than sm_90",
+        lambda c: c.capability is not None and c.capability < 90,
+        {"cudnn": "its limits are those of Hopper; use 'chunked'"},
     ),
     Row(
         "float32 or float64",

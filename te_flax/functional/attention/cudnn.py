@@ -9,7 +9,7 @@ from jax import lax
 
 from te_flax.functional.attention import chunked
 from te_flax.functional.attention.options import Operands, Options, sizes_of
-from te_flax.functional.attention.problem import Problem
+from te_flax.functional.attention.problem import Problem, pose
 from te_flax.functional.attention.scores import seen
 from te_flax.functional.attention.structure import packed_side
 from te_flax.ops._op import cotangent_like
@@ -57,23 +57,28 @@ class _Given(NamedTuple):
 
 
 def attend(
-    options: Options, operands: Operands, problem: Problem
+    options: Options, operands: Operands, batch: Array, heads: Array
 ) -> tuple[Array, Array]:
     """Computes attention on one device, or on an Auto mesh.
 
     Args:
         options: the static part.
         operands: the arrays.
-        problem: the same in the common form.
+        batch: int32 ``[B]``, the examples' numbers in the whole call.
+        heads: int32 ``[N]``, likewise of the heads.
 
     Returns:
         o in the user's layout, and log-sum-exp ``[B, N, T]``.
     """
-    static, given = _prepare(options, operands, problem)
+    added = operands.bias is not None or operands.mask is not None
+    problem = None
+    if added or options.return_residual:
+        problem = pose(options, operands, batch, heads)
+    static, given = _prepare(options, operands, problem if added else None)
     made: Any = _attend(static, given)
     o, stats = made
     lse = _log_sum_exp(static, given, lax.stop_gradient(stats))
-    if options.return_residual:
+    if problem is not None and options.return_residual:
         lse = _residual(options, problem, lse)
     return laid(options.layout, o), lse.reshape(lse.shape[0], -1, lse.shape[-1])
 
@@ -94,25 +99,19 @@ def laid(layout: str, a: Array) -> Array:
     return jnp.transpose(a, ["BTN".index(d) for d in layout[:3]] + [3])
 
 
-def _prepare(options: Options, operands: Operands, problem: Problem):
+def _prepare(options: Options, operands: Operands, problem: Problem | None):
+    """Both arguments of _attend; problem is None where nothing joins the scores."""
     sizes = sizes_of(options.layout, operands)
     q, k, v = (by_token(options.layout, a) for a in operands[:3])
     q = grouped(q, sizes.kv_heads)
     lengths, tokens, written = _tokens(options, operands, sizes)
-    bias = _bias(problem, q.dtype)
-    blind = None
-    if problem.masks:
-        found = jnp.asarray(seen(options, problem))
-        blind = ~jnp.any(found, axis=-1)
-    dims = ""
-    if bias is not None:
-        b, groups, each, *scores = bias.shape
-        heads = groups * each > 1
-        dims = f"{'B' * (b > 1)}{'N' * heads}" or "shared"
-        bias = bias.reshape(
-            *((b,) if b > 1 else ()), *((groups, each) if heads else ()), *scores
-        )
-    kind = Kind(dims, "dbias" if problem.addends else "", lengths)
+    dims, bias, blind = "", None, None
+    if problem is not None:
+        dims, bias = _bias(problem, q.dtype)
+        if problem.masks:
+            blind = ~jnp.any(jnp.asarray(seen(options, problem)), axis=-1)
+    dbias = "dbias" if problem is not None and problem.addends else ""
+    kind = Kind(dims, dbias, lengths)
     window = 0 if options.left is None else options.left + 1
     attrs = {
         "scale": options.scale,
@@ -125,20 +124,23 @@ def _prepare(options: Options, operands: Operands, problem: Problem):
     return static, _Given(q, k, v, bias, tokens, written, blind)
 
 
-def _bias(problem: Problem, dtype: Any) -> Array | None:
-    """What is added to the scores, ``[B|1, K|1, G|1, T, S]``."""
-    if not problem.addends and not problem.masks:
-        return None
+def _bias(problem: Problem, dtype: Any) -> tuple[str, Array]:
+    """What is added to the scores: which dims it has, ``([B,] [K, G,] T, S)``."""
     bias = sum(
         problem.addends[1:], *problem.addends[:1] or (jnp.zeros([1] * 5, dtype),)
     )
     for mask in problem.masks:
         bias = jnp.where(mask, bias, jnp.asarray(_HIDDEN[dtype.name], dtype))
     b, groups, each = bias.shape[:3]
-    if groups * each > 1:
-        groups, each = problem.q.shape[1:3]
-    full = (b, groups, each, problem.q.shape[3], problem.k.shape[2])
-    return jnp.broadcast_to(bias, full)
+    examples, heads = b > 1, groups * each > 1
+    shape = (problem.q.shape[3], problem.k.shape[2])
+    if heads:
+        shape = (*problem.q.shape[1:3], *shape)
+    if examples:
+        shape = (b, *shape)
+    shared = (() if examples else (0,)) + (() if heads else (1, 2))
+    dims = f"{'B' * examples}{'N' * heads}" or "shared"
+    return dims, jnp.broadcast_to(jnp.squeeze(bias, shared), shape)
 
 
 def _tokens(options: Options, operands: Operands, sizes: Any):
