@@ -6,7 +6,7 @@ not promise to write it fills with NaN.
 
 import dataclasses
 import json
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -356,7 +356,7 @@ def run(at, name, dtype, implementation=None, fast=True):
             **options,
             **bias,
         )
-        o, lse = made if residual else (made, jnp.zeros(()))
+        o, lse = cast(Any, made if residual else (made, jnp.zeros(())))
         known = jnp.where(lse == -jnp.inf, 0, lse)
         total = jnp.sum(o.astype(jnp.float32) * do.astype(jnp.float32))
         return total + jnp.sum(known * dlse), {"o": o, "lse": lse}

@@ -1,6 +1,7 @@
 """FP8 attention with scales that fit, and how close two implementations must come."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,8 @@ def state(amaxes=(6.0, 6.0, 6.0, 1.0, 6.0), backward=(6.0, 8.0, 8.0, 32.0, 32.0)
     for values, limit in ((amaxes, 448.0), (backward, 57344.0)):
         scale = jnp.asarray([limit / a for a in values], jnp.float32)
         pairs.append(te.Scale(scale, 1 / scale))
-    return te.AttentionState(*pairs, jnp.zeros((5, MAILBOX_SIZE), jnp.float32))
+    mailbox = jnp.zeros((5, MAILBOX_SIZE), jnp.float32)
+    return te.AttentionState(pairs[0], pairs[1], mailbox)
 
 
 def both(q, k, v, do, *, fast=True, **options):
@@ -31,7 +33,8 @@ def both(q, k, v, do, *, fast=True, **options):
         def call(q, k, v, state):
             return attend(q, k, v, fp8=(config, state))
 
-        o, pull, amaxes = jax.vjp(call, q, k, v, state(), has_aux=True)
+        vjp: Any = jax.vjp
+        o, pull, amaxes = vjp(call, q, k, v, state(), has_aux=True)
         dq, dk, dv, back = pull(do)
         return (o, dq, dk, dv), jnp.concatenate([amaxes, decode(back.mailbox)])
 

@@ -83,9 +83,9 @@ def test_inside_shard_map():
     spec = P("dp", None, "tp")
     f = functools.partial(gradients, attention)
     on = mesh(A, A)
-    specs = {"in_specs": (spec,) * 4, "out_specs": (spec,) * 4}
-    inside = jax.shard_map(f, mesh=on, **specs)
-    found, _ = run(inside, on, (spec,) * 4, q, k, v, do, oracle=f, bounds=close)
+    four = (spec,) * 4
+    inside = jax.shard_map(f, mesh=on, in_specs=four, out_specs=four)
+    found, _ = run(inside, on, four, q, k, v, do, oracle=f, bounds=close)
     assert not found
 
 

@@ -78,8 +78,8 @@ def attend(
     made: Any = _attend(static, given)
     o, stats = made
     lse = _log_sum_exp(static, given, lax.stop_gradient(stats))
-    if problem is not None and options.return_residual:
-        lse = _residual(options, problem, lse)
+    if options.return_residual:
+        lse = jnp.asarray(_residual(options, problem, lse))
     return laid(options.layout, o), lse.reshape(lse.shape[0], -1, lse.shape[-1])
 
 
@@ -126,9 +126,9 @@ def _prepare(options: Options, operands: Operands, problem: Problem | None):
 
 def _bias(problem: Problem, dtype: Any) -> tuple[str, Array]:
     """What is added to the scores: which dims it has, ``([B,] [K, G,] T, S)``."""
-    bias = sum(
-        problem.addends[1:], *problem.addends[:1] or (jnp.zeros([1] * 5, dtype),)
-    )
+    bias = jnp.zeros([1] * 5, dtype)
+    if problem.addends:
+        bias = functools.reduce(jnp.add, problem.addends)
     for mask in problem.masks:
         bias = jnp.where(mask, bias, jnp.asarray(_HIDDEN[dtype.name], dtype))
     b, groups, each = bias.shape[:3]
@@ -258,12 +258,12 @@ def _log_sum_exp(static: _Static, given: _Given, stats: Array) -> Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _residual(options: Options, problem: Problem, lse: Array) -> Array:
+def _residual(options: Options, problem: Problem | None, lse: Array) -> Array:
     """The log-sum-exp with a gradient of its own, which cuDNN has none for."""
     return lse
 
 
-def _residual_fwd(options: Options, problem: Problem, lse: Array):
+def _residual_fwd(options: Options, problem: Problem | None, lse: Array):
     return lse, problem
 
 
