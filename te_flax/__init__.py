@@ -49,6 +49,7 @@ from te_flax.quantize.quantizer import Quantized as Quantized
 from te_flax.quantize.quantizer import Quantizer as Quantizer
 from te_flax.quantize.quantizer import Scale as Scale
 from te_flax.quantize.tensor import ScaledTensor as ScaledTensor
+from te_flax.recipe.attention import Fp8AttentionState as Fp8AttentionState
 from te_flax.recipe.base import Recipe as Recipe
 from te_flax.recipe.block import Float8BlockScaling as Float8BlockScaling
 from te_flax.recipe.checkpoint import checkpoint_filter as checkpoint_filter

@@ -184,7 +184,7 @@ def summed(a: ArrayLike, like: tuple[int, ...]) -> np.ndarray:
     """Sums ``[B, N, T, S]`` over the dims that an array of shape ``like`` shares.
 
     Example:
-        >>> summed(np.ones((2, 3, 4, 5)), (3, 1, 5))[0, 0, 0]
+        >>> float(summed(np.ones((2, 3, 4, 5)), (3, 1, 5))[0, 0, 0])
         8.0
     """
     a = np.asarray(a)

@@ -123,6 +123,9 @@ def _forward(spec, sides, q, k, v, bias):
     scores = jnp.where(seen, scores, -1e30)
     stats = jax.nn.logsumexp(scores, axis=-1)
     p = jnp.where(seen, jnp.exp(scores - stats[..., None]), 0)
+    # 0 / 0, but not in padding.
+    lost = (sides[0][0] >= 0)[:, None] & ~seen.any(-1)
+    p = jnp.where(lost[..., None], jnp.nan, p)
     return jnp.einsum("bnts,bsnh->btnh", p, v).astype(q.dtype), stats
 
 

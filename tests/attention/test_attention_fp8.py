@@ -27,12 +27,11 @@ def state(known):
     mailbox = jnp.zeros((5, MAILBOX_SIZE), jnp.float32)
     if not known:
         return te.AttentionState(mailbox=mailbox)
-    pairs = [
-        te.Scale(scale, 1 / scale)
-        for names in (FORWARD, BACKWARD)
-        for scale in (jnp.asarray([SCALES[n] for n in names], jnp.float32),)
-    ]
-    return te.AttentionState(*pairs, mailbox)
+    forward, backward = (
+        jnp.asarray([SCALES[n] for n in names]) for names in (FORWARD, BACKWARD)
+    )
+    pairs = te.Scale(forward, 1 / forward), te.Scale(backward, 1 / backward)
+    return te.AttentionState(pairs[0], pairs[1], mailbox)
 
 
 def run(case, known, arrays=(Q, KEYS, VALUES), do=DO):

@@ -1,6 +1,7 @@
 """The table of capabilities: every row, both ways, and what a call is told."""
 
 import dataclasses
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -109,6 +110,14 @@ def test_row(row):
         with pytest.raises(NotImplementedError, match="implementation must be able"):
             capabilities.choose(having, name)
     assert capabilities.choose(having, "reference") == "reference"
+
+
+def test_the_page_shows_the_table():
+    page = Path(__file__).parents[2] / "docs" / "attention.md"
+    lines = page.read_text().splitlines()
+    for row in TABLE:
+        reasons = "; ".join(f"`{name}`: {why}" for name, why in row.without.items())
+        assert f"| {row.name} | {reasons or '-'} |" in lines
 
 
 def test_order_of_preference():

@@ -21,7 +21,7 @@ from te_flax.functional.attention.reference import softmax
 from te_flax.ops._op import cotangent_like
 from te_flax.quantize.mailbox import encode
 from te_flax.quantize.per_tensor import TensorQuantizer
-from te_flax.quantize.quantizer import Scale
+from te_flax.quantize.quantizer import Quantizer, Scale
 from te_flax.typing import Array
 
 FORWARD = ("q", "k", "v", "s", "o")
@@ -48,8 +48,8 @@ class AttentionConfig:
         ((5, 2), 1.0)
     """
 
-    forward: TensorQuantizer = E4M3
-    backward: TensorQuantizer = E5M2
+    forward: Quantizer = E4M3
+    backward: Quantizer = E5M2
     amax_axes: tuple[str, ...] = ()
     report: bool = False
     impl: tuple | None = None
