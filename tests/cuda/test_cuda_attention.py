@@ -91,6 +91,8 @@ def test_default():
     )
     wide = [a.astype(jnp.float32) for a in (q, k, v)]
     assert "te_cudnn" not in str(jax.make_jaxpr(te.dot_product_attention)(*wide))
+    with jax.default_device(jax.devices("cpu")[0]):
+        assert "te_cudnn" not in str(jax.make_jaxpr(te.dot_product_attention)(q, k, v))
     same_bits(
         np.asarray(te.dot_product_attention(q, k, v)),
         np.asarray(jax.jit(attention)(q, k, v)),

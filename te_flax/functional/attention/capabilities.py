@@ -20,6 +20,14 @@ from te_flax.ops._extension import compute_capability
 IMPLEMENTATIONS = ("cudnn", "chunked", "reference")  # in the order of preference
 
 
+def _platform() -> str:
+    """Where a program runs unless it is told otherwise."""
+    device = jax.config.jax_default_device
+    if device is None:
+        return jax.default_backend()
+    return device if isinstance(device, str) else device.platform
+
+
 @dataclasses.dataclass(frozen=True)
 class Call:
     """What the table looks at.
@@ -41,7 +49,7 @@ class Call:
     sizes: Sizes
     fp8: bool = False
     scaled: bool = True
-    platform: str = dataclasses.field(default_factory=jax.default_backend)
+    platform: str = dataclasses.field(default_factory=_platform)
     capability: int | None = dataclasses.field(default_factory=compute_capability)
     deterministic: bool = CONFIG.deterministic == "1"
     training: bool = True

@@ -140,7 +140,10 @@ def _bias(problem: Problem, dtype: Any) -> tuple[str, Array]:
         shape = (b, *shape)
     shared = (() if examples else (0,)) + (() if heads else (1, 2))
     dims = f"{'B' * examples}{'N' * heads}" or "shared"
-    return dims, jnp.broadcast_to(jnp.squeeze(bias, shared), shape)
+    bias = jnp.squeeze(bias, shared)
+    if bias.shape != shape:  # its gradient is summed in float32
+        bias = jnp.broadcast_to(bias.astype(jnp.float32), shape).astype(dtype)
+    return dims, bias
 
 
 def _tokens(options: Options, operands: Operands, sizes: Any):
