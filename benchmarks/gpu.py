@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 import te_flax as te
+from benchmarks import attention_gpu
 from benchmarks.baselines import BASELINES, LAYERS
 from benchmarks.layers import FAMILIES
 from benchmarks.peers import PEERS, Step, Work, nnx_step, plain
@@ -27,6 +28,7 @@ from te_flax.ops import mxfp8, quantize
 from te_flax.ops._fused import Variant
 
 CALLS = 10
+PARTS = ("layers", "products", "kernels", "attention")
 RECIPES = "delayed_scaling,current_scaling,float8_block_scaling,mxfp8"
 
 
@@ -230,6 +232,17 @@ def kernel_rows(n: int, repeats: int) -> Iterator[dict]:
             yield row | {"share": row["tbs"] / copy}
 
 
+def attention_rows(repeats: int) -> Iterator[dict]:
+    """A row for each case, pass and library; the ratio is to jax.nn's cuDNN."""
+    for case, backward, tflop in attention_gpu.cases():
+        runs = attention_gpu.runs(case, backward=backward)
+        seconds = timings(runs, repeats)
+        base = statistics.median(next(iter(seconds.values())))
+        name = f"attention {case}, {'fwd+bwd' if backward else 'fwd'}"
+        for run, times in seconds.items():
+            yield _row(name, run, times, base, tflops=tflop)
+
+
 def show(row: dict) -> None:
     """One line of the Markdown table."""
     rate = f"{row['tflops']:.0f} TFLOP/s" if "tflops" in row else ""
@@ -249,7 +262,7 @@ def main() -> None:
     parser.add_argument("--recipes", default=RECIPES, help="comma list of presets")
     parser.add_argument("--layers", nargs="*", choices=WORKS, default=list(WORKS))
     parser.add_argument("--size", type=int, default=16384, help="of the kernels' x")
-    parser.add_argument("--only", choices=("layers", "products", "kernels"))
+    parser.add_argument("--only", choices=PARTS)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--json", metavar="FILE")
     options = parser.parse_args()
@@ -265,6 +278,7 @@ def main() -> None:
         ),
         "products": lambda: product_rows(options.repeats),
         "kernels": lambda: kernel_rows(options.size, options.repeats),
+        "attention": lambda: attention_rows(options.repeats),
     }
     rows = []
     for name, part in parts.items():

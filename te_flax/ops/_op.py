@@ -88,6 +88,8 @@ class KernelOp:
             the reference though a handler may exist: a measured default. ``native``
             does not ask. The kernel report calls it with the platform alone, for what
             holds of all operands.
+        listed: whether :func:`te_flax.kernels` and the report know it; an op without a
+            choice of implementations is not.
         cases: example calls.
     """
 
@@ -110,6 +112,7 @@ class KernelOp:
     workspace: Callable[..., int] | None = None
     supports: Callable[..., str | None] | None = None
     prefers_reference: Callable[..., str | None] | None = None
+    listed: bool = True
     cases: tuple[Case, ...] = ()
     dims: Signature = dataclasses.field(init=False)
     leaf: Primitive = dataclasses.field(init=False)
@@ -137,7 +140,8 @@ class KernelOp:
         object.__setattr__(self, "_cached_results", results)
         object.__setattr__(self, "leaf", _lowering.make_leaf(self))
         object.__setattr__(self, "primitive", _make_primitive(self))
-        self.registry[self.name] = self
+        if self.listed:
+            self.registry[self.name] = self
 
     def __call__(self, *arrays, impl=None, out_sharding=None, **attrs) -> tuple:
         """Runs the op.

@@ -3,11 +3,10 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from _cases import CASES, DO, KEYS, SWAP, VALUES, Q, S, gradients, inputs
+from _cases import CASES, DO, KEYS, VALUES, Q, S, gradients, inputs
+from _compare import compare
 
 from te_flax.functional.attention import blocks
-from te_flax.testing.numerics import close_to
-from te_flax.testing.oracle_attention import attention, attention_bounds, summed
 
 BLOCK = 4
 
@@ -24,28 +23,7 @@ def check(case, implementation, dtype):
     x = inputs(case, arrays, do)
     narrow = implementation == "chunked" and dtype != jnp.float32
     unit = float(jnp.finfo(dtype).eps) / 2 if narrow else 0.0
-    bounds = attention_bounds(
-        x, np.dtype(dtype), blocks=-(-S // BLOCK), operand_unit=unit
-    )
-    want = attention(x)
-    for name in ("o", "dq", "dk", "dv"):
-        assert got[name].dtype == dtype
-        found = np.transpose(np.asarray(got[name], np.float64), SWAP)
-        close_to(found, getattr(want, name), getattr(bounds, name))
-    assert got["lse"].dtype == jnp.float32
-    none = np.isneginf(want.lse)
-    assert (np.isneginf(got["lse"]) == none).all()
-    finite = [np.where(none, 0, a) for a in (got["lse"], want.lse, bounds.lse)]
-    close_to(*finite)
-    if "bias" in got:
-        shape = got["bias"].shape
-        many = want.ds.size // got["bias"].size
-        bound = summed(bounds.ds, shape) + many * 2.0**-24 * summed(
-            np.abs(want.ds), shape
-        )
-        close_to(got["bias"], summed(want.ds, shape), bound)
-    if "sink" in got:
-        close_to(got["sink"], want.dsink, bounds.dsink)
+    compare(got, x, np.dtype(dtype), blocks=-(-S // BLOCK), unit=unit)
 
 
 @pytest.mark.parametrize("implementation", ["chunked", "reference"])

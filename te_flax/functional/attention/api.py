@@ -9,7 +9,14 @@ from jax import lax
 
 from te_flax.errors import check_float64, message
 from te_flax.functional._core import array
-from te_flax.functional.attention import capabilities, chunked, mesh, reference
+from te_flax.functional.attention import (
+    capabilities,
+    chunked,
+    cudnn,
+    cudnn_fp8,
+    mesh,
+    reference,
+)
 from te_flax.functional.attention import fp8 as _emulation
 from te_flax.functional.attention.checks import (
     check_arrays,
@@ -65,9 +72,10 @@ def dot_product_attention(
 ) -> Array | tuple[Array, ...]:
     """Computes ``o = dropout(softmax(scores)) . v``, ``scores = scale q . k + bias``.
 
-    A key that a query does not see contributes nothing, not even a NaN; a query that
-    sees no key gets 0 and passes no gradient on. All that limits what a query sees
-    applies at once: mask, mask_type, lengths or segments, window.
+    A key that a query does not see contributes nothing, not even a NaN (but cuDNN wants
+    it finite); a query that sees no key gets 0 and passes no gradient on. All that
+    limits what a query sees applies at once: mask, mask_type, lengths or segments,
+    window.
 
     Args:
         q: ``[B, T, N, H]`` in the order of ``layout``; float32, bfloat16 or float16,
@@ -180,13 +188,20 @@ def _run(options: Options, operands: Operands, given: Any, implementation: str |
     sizes = check_arrays(options, operands)
     options = options._replace(band=band(options, operands, sizes))
     config, state = _fp8(given)
-    call = capabilities.Call(options, operands, sizes, fp8=config is not None)
-    attend = _ATTEND[capabilities.choose(call, implementation)]
+    scaled = state is not None and None not in state[:2]
+    call = capabilities.Call(
+        options, operands, sizes, fp8=config is not None, scaled=scaled
+    )
+    chosen = capabilities.choose(call, implementation)
 
     def local(axes, operands: Operands, batch: Array, heads: Array, state: Any):
+        if chosen == "cudnn" and config is not None:
+            return cudnn_fp8.attend(config, options, axes, operands, state)
+        if chosen == "cudnn":
+            return *cudnn.attend(options, operands, batch, heads), None
         problem, amaxes = pose(options, operands, batch, heads), None
         if config is None:
-            o, lse = attend(options, problem)
+            o, lse = _ATTEND[chosen](options, problem)
         else:
             o, lse, amaxes = _emulation.attend(config, options, axes, problem, state)
         return lay(options, o), lse.reshape(lse.shape[0], -1, lse.shape[-1]), amaxes

@@ -74,16 +74,28 @@ class AttentionState(NamedTuple):
     mailbox: Array | None = None
 
 
-class _Static(NamedTuple):
-    """The static argument of both passes."""
+class Static(NamedTuple):
+    """The static argument of both passes.
+
+    Attributes:
+        options: of the call.
+        config: quantizers.
+        axes: mesh axes that a surrounding shard_map of ours has made manual.
+    """
 
     options: Options
     config: AttentionConfig
     axes: tuple[str, ...]
 
 
-class _Codes(NamedTuple):
-    """One quantized array: codes, the factor that undoes the scale, the amax."""
+class Codes(NamedTuple):
+    """One quantized array.
+
+    Attributes:
+        data: the codes.
+        scale_inv: the factor that undoes the scale.
+        amax: as in :func:`te_flax.quantize.mailbox.encode`.
+    """
 
     data: Array
     scale_inv: Array
@@ -118,36 +130,36 @@ def attend(
     Returns:
         o, log-sum-exp, and the amaxes of q, k, v, s and o, float32 ``[5, 2]``.
     """
-    made: Any = _attend(_Static(options, config, axes), problem, state)
+    made: Any = _attend(Static(options, config, axes), problem, state)
     return made
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(static: _Static, problem: Problem, state: AttentionState):
+def _attend(static: Static, problem: Problem, state: AttentionState):
     return _attend_fwd(static, problem, state)[0]
 
 
-def _attend_fwd(static: _Static, problem: Problem, state: AttentionState):
+def _attend_fwd(static: Static, problem: Problem, state: AttentionState):
     given = zip(FORWARD, (problem.q, problem.k, problem.v), strict=False)
-    q, k, v = (_quantize(static, state, name, a) for name, a in given)
+    q, k, v = (quantize(static, state, name, a) for name, a in given)
     products = _product("bkgth,bksh->bkgts", q, k)
     scores = _scores.modify(static.options, problem, products)
     p, lse, none = softmax(static.options, problem, scores)
     keep = _scores.kept(static.options, problem)
-    s = _quantize(static, state, "s", _scores.drop(static.options, keep, p))
+    s = quantize(static, state, "s", _scores.drop(static.options, keep, p))
     o = _product("bkgts,bksh->bkgth", s, v)
-    o = _quantize(static, state, "o", jnp.where(none[..., None], jnp.float32(0), o))
+    o = quantize(static, state, "o", jnp.where(none[..., None], jnp.float32(0), o))
     amaxes = jnp.stack([a.amax for a in (q, k, v, s, o)])
     out = (o.values.astype(problem.q.dtype), lse, amaxes)
     return out, (problem, state, q, k, v, o, lse)
 
 
-def _attend_bwd(static: _Static, res: tuple, cotangents: tuple):
+def _attend_bwd(static: Static, res: tuple, cotangents: tuple):
     problem, state, q, k, v, o, lse = res
     options, (do, dlse, _) = static.options, cotangents
     none, zero = lse == -jnp.inf, jnp.float32(0)
     do = jnp.where(none[..., None], jnp.zeros((), do.dtype), do)
-    do = _quantize(static, state, "do", do)
+    do = quantize(static, state, "do", do)
     lse = jnp.where(none, zero, lse)
     delta = jnp.where(none, zero, jnp.sum(do.values * o.values, axis=-1) - dlse)
     products = _product("bkgth,bksh->bkgts", q, k)
@@ -155,28 +167,29 @@ def _attend_bwd(static: _Static, res: tuple, cotangents: tuple):
     found, keep = _scores.seen(options, problem), _scores.kept(options, problem)
     p = jnp.exp(_scores.hide(problem, found, scores) - lse[..., None])
     p = _scores.shown(found, p)
-    s = _quantize(static, state, "s", _scores.drop(options, keep, p))
-    dv = _quantize(static, state, "dv", _product("bkgts,bkgth->bksh", s, do))
+    s = quantize(static, state, "s", _scores.drop(options, keep, p))
+    dv = quantize(static, state, "dv", _product("bkgts,bkgth->bksh", s, do))
     ds = _scores.drop(options, keep, _product("bkgth,bksh->bkgts", do, v))
     ds = _scores.shown(found, p * (ds - delta[..., None]))
-    dp = _quantize(static, state, "dp", ds)
+    dp = quantize(static, state, "dp", ds)
     dproducts, addends, slopes, args = pull(dp.values)
     dq = _times("bkgts,bksh->bkgth", dproducts, k)
     dk = _times("bkgts,bkgth->bksh", dproducts, q)
-    dq, dk = (_quantize(static, state, n, a) for n, a in (("dq", dq), ("dk", dk)))
+    dq, dk = (quantize(static, state, n, a) for n, a in (("dq", dq), ("dk", dk)))
     sums = Sums(dk.values, dv.values, addends, slopes, args)
     dsink = sink_gradient(problem, lse, delta, none)
-    mail = _mail(static, state, [a.amax for a in (do, dp, dq, dk, dv)])
+    letter = mail(static, state, [a.amax for a in (do, dp, dq, dk, dv)])
     nothing: Any = None  # a cotangent of zeros
     return cotangent(problem, sums, dq.values, dsink), AttentionState(
-        nothing, nothing, mail
+        nothing, nothing, letter
     )
 
 
 _attend.defvjp(_attend_fwd, _attend_bwd)
 
 
-def _quantize(static: _Static, state: AttentionState, name: str, x: Array) -> _Codes:
+def quantize(static: Static, state: AttentionState, name: str, x: Array) -> Codes:
+    """Rounds one of the ten arrays to FP8."""
     forward = name in FORWARD
     names = FORWARD if forward else BACKWARD
     quantizer = static.config.forward if forward else static.config.backward
@@ -191,19 +204,19 @@ def _quantize(static: _Static, state: AttentionState, name: str, x: Array) -> _C
         impl=static.config.impl,
     )
     copy: Any = made.rowwise
-    return _Codes(copy.data, copy.scale, made.amax)  # pyright: ignore[reportArgumentType]
+    return Codes(copy.data, copy.scale, made.amax)  # pyright: ignore[reportArgumentType]
 
 
-def _product(axes: str, a: _Codes, b: _Codes) -> Array:
+def _product(axes: str, a: Codes, b: Codes) -> Array:
     """Of codes, then both scales one after the other: their product may overflow."""
     return _times(axes, a.data.astype(jnp.float32), b) * a.scale_inv
 
 
-def _times(axes: str, a: Array, b: _Codes) -> Array:
+def _times(axes: str, a: Array, b: Codes) -> Array:
     return jnp.einsum(axes, a, b.data.astype(jnp.float32)) * b.scale_inv
 
 
-def _mail(static: _Static, state: AttentionState, amaxes: list[Array]) -> Any:
+def mail(static: Static, state: AttentionState, amaxes: list[Array]) -> Any:
     """The mailbox's cotangent; a shard_map of ours adds up those of its devices."""
     if state.mailbox is None:
         return None

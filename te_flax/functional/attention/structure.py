@@ -121,8 +121,8 @@ def _from_lengths(operands: Operands, index: tuple[Array, ...]):
         segments = tuple(map(_prefix, lengths, index))
         return segments, (None, None), (lengths[1] - lengths[0])[:, None]
     offsets = operands.offsets or (None, None)
-    packed = [_packed(*side) for side in zip(lengths, offsets, index, strict=True)]
-    (q, q_local), (kv, kv_local) = packed
+    packed = [packed_side(*side) for side in zip(lengths, offsets, index, strict=True)]
+    (_, q, q_local), (_, kv, kv_local) = packed
     more = jnp.maximum(lengths[1], 0) - jnp.maximum(lengths[0], 0)
     more = jnp.pad(more, ((0, 0), (1, 0)))
     return (q, kv), (q_local, kv_local), jnp.take_along_axis(more, q, axis=1)
@@ -133,8 +133,16 @@ def _prefix(length: Array, index: Array) -> Array:
     return (index < length[:, None]).astype(jnp.int32)
 
 
-def _packed(lengths: Array, offsets: Array | None, index: Array) -> tuple[Array, Array]:
-    """Segments from lengths ``[B, M]``, -1 where there is none, and their starts."""
+def packed_side(
+    lengths: Array, offsets: Array | None, index: Array
+) -> tuple[Array, Array, Array]:
+    """Starts ``[B, M]``, segments and positions ``[B, T]`` of packed examples.
+
+    Args:
+        lengths: ``[B, M]``, -1 where there is no segment.
+        offsets: ``[B, M + 1]`` or None.
+        index: ``[T]``.
+    """
     count = jnp.maximum(lengths, 0)
     if offsets is None:
         start = jnp.cumsum(count, axis=1, dtype=jnp.int32) - count
@@ -145,4 +153,4 @@ def _packed(lengths: Array, offsets: Array | None, index: Array) -> tuple[Array,
     number = jnp.arange(1, lengths.shape[1] + 1, dtype=jnp.int32)
     segments = jnp.max(jnp.where(inside, number[:, None], 0), axis=1, initial=0)
     positions = jnp.max(jnp.where(inside, local, 0), axis=1, initial=0)
-    return segments, positions
+    return start, segments, positions

@@ -1,0 +1,33 @@
+"""Results and gradients of one call against float64, within derived bounds."""
+
+import numpy as np
+from _cases import SWAP
+
+from te_flax.testing.numerics import close_to
+from te_flax.testing.oracle_attention import attention, attention_bounds, summed
+
+
+def compare(got, x, dtype, *, blocks=1, unit=0.0):
+    """Compares what ``_cases.gradients`` returns with the oracle's results of ``x``."""
+    bounds = attention_bounds(x, dtype, blocks=blocks, operand_unit=unit)
+    want = attention(x)
+    for name in ("o", "dq", "dk", "dv"):
+        assert got[name].dtype == dtype
+        found = np.transpose(np.asarray(got[name], np.float64), SWAP)
+        close_to(found, getattr(want, name), getattr(bounds, name))
+    if "lse" in got:
+        assert got["lse"].dtype == np.float32
+        none = np.isneginf(want.lse)
+        assert (np.isneginf(got["lse"]) == none).all()
+        finite = [np.where(none, 0, a) for a in (got["lse"], want.lse, bounds.lse)]
+        close_to(*finite)
+    if "bias" in got:
+        shape = got["bias"].shape
+        # Each term is rounded to the dtype of the bias, and so is the sum.
+        narrow = got["bias"].dtype.itemsize < 4
+        many = want.ds.size // got["bias"].size
+        rounding = many * 2.0**-24 + 2.001 * unit * narrow
+        bound = summed(bounds.ds, shape) + rounding * summed(np.abs(want.ds), shape)
+        close_to(got["bias"], summed(want.ds, shape), bound)
+    if "sink" in got:
+        close_to(got["sink"], want.dsink, bounds.dsink)

@@ -1,0 +1,55 @@
+"""FP8 attention with scales that fit, and how close two implementations must come."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from _cases import FAST
+
+import te_flax as te
+from te_flax.ops.history import decode
+from te_flax.quantize.mailbox import MAILBOX_SIZE
+
+
+def state(amaxes=(6.0, 6.0, 6.0, 1.0, 6.0), backward=(6.0, 8.0, 8.0, 32.0, 32.0)):
+    """Scales from amaxes, of the forward and of the backward arrays."""
+    pairs = []
+    for values, limit in ((amaxes, 448.0), (backward, 57344.0)):
+        scale = jnp.asarray([limit / a for a in values], jnp.float32)
+        pairs.append(te.Scale(scale, 1 / scale))
+    mailbox = jnp.zeros((5, MAILBOX_SIZE), jnp.float32)
+    return te.AttentionState(pairs[0], pairs[1], mailbox)
+
+
+def both(q, k, v, do, *, fast=True, **options):
+    """(o and gradients, amaxes of both passes)."""
+    attend = functools.partial(te.dot_product_attention, **options)
+    config = te.AttentionConfig(report=True)
+
+    @functools.partial(jax.jit, compiler_options=FAST if fast else None)
+    def run(q, k, v, do):
+        def call(q, k, v, state):
+            return attend(q, k, v, fp8=(config, state))
+
+        vjp: Any = jax.vjp
+        o, pull, amaxes = vjp(call, q, k, v, state(), has_aux=True)
+        dq, dk, dv, back = pull(do)
+        return (o, dq, dk, dv), jnp.concatenate([amaxes, decode(back.mailbox)])
+
+    return run(q, k, v, do)
+
+
+def close_fp8(got, want):
+    """Sums that lie between two codes may round to either; nearly all do not.
+
+    One such step of e4m3 is 2^-3 of the element and of e5m2 2^-2. Where a hundredth of
+    the elements take one, the norm of the difference is 2^-3 / 10 and 2^-2 / 10 of the
+    whole.
+    """
+    for a, b, share in zip(got[0], want[0], (1 / 80, *[1 / 40] * 3), strict=True):
+        a, b = (np.asarray(x, np.float64) for x in (a, b))
+        assert np.linalg.norm(a - b) <= share * np.linalg.norm(b)
+    amaxes = [np.asarray(a) for a in (got[1], want[1])]
+    np.testing.assert_allclose(*amaxes, rtol=0.02)
