@@ -33,6 +33,30 @@ _WHERE = "LayerNormMLP"
 _DROPOUT_DIMS = "intermediate_hidden_dropout_dims"
 _OWN = ("axis", "input_axes", "kernel_axes", "bias_axes")
 
+# Arguments that the norm takes, and those of both maps.
+_NORM = (
+    "epsilon",
+    "zero_centered_gamma",
+    "scale_init",
+    "scale_axes",
+    "ln_bias_init",
+    "ln_bias_axes",
+    "dtype",
+    "param_dtype",
+    "rngs",
+)
+_GEMM = (
+    "use_bias",
+    "kernel_init",
+    "bias_init",
+    "enable_low_rank_adaptation",
+    "low_rank_adaptation_dim",
+    "low_rank_adaptation_alpha",
+    "dtype",
+    "param_dtype",
+    "rngs",
+)
+
 
 class LayerNormMLP(nnx.Module):
     """Norm, linear map, activation, linear map: ``y = act(norm(x) . wi) . wo``.
@@ -146,7 +170,8 @@ class LayerNormMLP(nnx.Module):
         rngs: nnx.Rngs,
         **dense: Any,
     ):
-        _arguments.check_options(_WHERE, locals())
+        given = dict(locals())
+        _arguments.check_options(_WHERE, given)
         refuse(_WHERE, dense, DenseGeneral, *_OWN)
         features, mid, out = _arguments.sizes(
             _WHERE,
@@ -161,28 +186,10 @@ class LayerNormMLP(nnx.Module):
             enable_layernorm,
             layernorm_type,
             features,
-            epsilon=epsilon,
-            zero_centered_gamma=zero_centered_gamma,
-            scale_init=scale_init,
-            scale_axes=scale_axes,
-            ln_bias_init=ln_bias_init,
-            ln_bias_axes=ln_bias_axes,
-            dtype=dtype,
-            param_dtype=param_dtype,
-            rngs=rngs,
+            **{name: given[name] for name in _NORM},
         )
         make = functools.partial(
-            DenseGeneral,
-            use_bias=use_bias,
-            kernel_init=kernel_init,
-            bias_init=bias_init,
-            enable_low_rank_adaptation=enable_low_rank_adaptation,
-            low_rank_adaptation_dim=low_rank_adaptation_dim,
-            low_rank_adaptation_alpha=low_rank_adaptation_alpha,
-            dtype=dtype,
-            param_dtype=param_dtype,
-            rngs=rngs,
-            **dense,
+            DenseGeneral, **{name: given[name] for name in _GEMM}, **dense
         )
         wide = (len(self.activations), mid) if self.activations[1:] else mid
         self.wi = _part(make, 1, features, wide, kernel_axes_1, bias_axes_1)
