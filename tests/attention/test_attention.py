@@ -32,7 +32,7 @@ CASES = {
     ),
 }
 ORDER = {"BTNH": (0, 1, 2, 3), "BNTH": (0, 2, 1, 3), "TBNH": (1, 0, 2, 3)}
-IMPLEMENTATIONS = ["reference"]
+IMPLEMENTATIONS = ["chunked", "reference"]
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

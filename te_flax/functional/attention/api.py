@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from te_flax.functional._core import array
-from te_flax.functional.attention import capabilities, mesh, reference
+from te_flax.functional.attention import capabilities, chunked, mesh, reference
 from te_flax.functional.attention.checks import (
     check_arrays,
     check_static,
@@ -24,9 +24,10 @@ from te_flax.functional.attention.options import (
     standard_slopes,
 )
 from te_flax.functional.attention.problem import lay, pose
+from te_flax.functional.attention.structure import band
 from te_flax.typing import Array
 
-_ATTEND = {"reference": reference.attend}
+_ATTEND = {"chunked": chunked.attend, "reference": reference.attend}
 
 
 def dot_product_attention(
@@ -92,8 +93,8 @@ def dot_product_attention(
         window: (left, right): a query at position i sees keys from i - left to
             i + right; -1 or None is unlimited, one integer stands for both.
         scale: factor of q . k; None is ``1 / sqrt(H)``.
-        softmax_type: "vanilla"; "off_by_one" adds 1 to the denominator before the
-            maximum is taken out; "learnable" adds ``exp(sink)``.
+        softmax_type: "vanilla"; "off_by_one" adds 1 = ``exp(0)`` to the sum of
+            ``exp(scores)`` that the softmax divides by, "learnable" ``exp(sink)``.
         sink: ``[N]``, only for "learnable".
         dropout_rate: share of the probabilities that become 0, >= 0 and < 1.
         dropout_key: random key. What is dropped depends on it and on the numbers of
@@ -166,6 +167,7 @@ def dot_product_attention(
 def _run(options: Options, operands: Operands, fp8: Any, implementation: str | None):
     check_static(options, operands)
     sizes = check_arrays(options, operands)
+    options = options._replace(band=band(options, operands, sizes))
     call = capabilities.Call(options, operands, sizes, fp8=fp8 is not None)
     attend = _ATTEND[capabilities.choose(call, implementation)]
 

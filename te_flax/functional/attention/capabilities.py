@@ -15,7 +15,7 @@ from te_flax.errors import message
 from te_flax.functional.attention.options import WHERE, Operands, Options, Sizes
 
 IMPLEMENTATIONS = ("cudnn", "chunked", "reference")  # in the order of preference
-BUILT = ("reference",)
+BUILT = ("chunked", "reference")
 
 
 @dataclasses.dataclass(frozen=True)

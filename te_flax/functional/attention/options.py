@@ -19,6 +19,7 @@ MASK_TYPES = (
 )
 SOFTMAX_TYPES = ("vanilla", "off_by_one", "learnable")
 Pair = tuple[Array, Array]
+Band = tuple[int | None, int | None]
 
 
 class Options(NamedTuple):
@@ -35,6 +36,8 @@ class Options(NamedTuple):
         score_mod: function of the scores, or None.
         max_segments: largest segment id, or None.
         return_residual: whether the log-sum-exp is returned too.
+        band: (low, high) between which the number of a key less that of a query that
+            sees it is known to lie; None is no limit.
     """
 
     layout: str
@@ -47,6 +50,7 @@ class Options(NamedTuple):
     score_mod: Callable[..., Array] | None
     max_segments: int | None
     return_residual: bool
+    band: Band = (None, None)
 
     @property
     def bottom_right(self) -> bool:

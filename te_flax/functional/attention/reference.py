@@ -34,10 +34,7 @@ def attend(options: Options, problem: Problem) -> tuple[Array, Array]:
     total = jnp.sum(p, axis=-1)
     if sink is not None:
         total = total + jnp.exp(sink - top)
-    keep = _scores.kept(options, problem)
-    if keep is not None:
-        share = jnp.asarray(1 / (1 - options.dropout_rate), dtype)
-        p = jnp.where(keep, p * share, jnp.zeros((), dtype))
+    p = _scores.drop(options, _scores.kept(options, problem), p)
     return finish(jnp.einsum("bkgts,bksh->bkgth", p, v), total, top, problem)
 
 

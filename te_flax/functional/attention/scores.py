@@ -94,3 +94,11 @@ def kept(options: Options, block: Problem) -> Array | None:
     words = jax.random.key_data(keys)[..., 0]
     shape = (words.shape[0], *block.heads.shape, *words.shape[2:])
     return words.reshape(shape) >= bound
+
+
+def drop(options: Options, keep: Array | None, p: Array) -> Array:
+    """Zeros what is not kept and scales the rest, so that the mean stays."""
+    if keep is None:
+        return p
+    share = jnp.asarray(1 / (1 - options.dropout_rate), p.dtype)
+    return jnp.where(keep, p * share, jnp.zeros((), p.dtype))

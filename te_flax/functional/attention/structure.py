@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from te_flax.functional.attention.options import Operands, Options, Sizes
+from te_flax.functional.attention.options import Band, Operands, Options, Sizes
 from te_flax.typing import Array
 
 
@@ -40,7 +40,9 @@ def sides(options: Options, operands: Operands, sizes: Sizes) -> tuple[Side, Sid
         segments = operands.segment_ids
         if operands.positions is None:
             given = tuple(map(_local, segments))
-        shift = _count_difference(*segments, options.max_segments or max(counts))
+        shift = _count_difference(
+            segments[0], segments[1], options.max_segments or max(counts)
+        )
     elif operands.q_seqlen is not None or operands.kv_seqlen is not None:
         segments, local, shift = _from_lengths(operands, index)
         given = given if operands.positions is not None else local
@@ -52,6 +54,18 @@ def sides(options: Options, operands: Operands, sizes: Sizes) -> tuple[Side, Sid
     if not banded and operands.alibi_slopes is None:
         rows = cols = None
     return Side(index[0], rows, segments[0]), Side(index[1], cols, segments[1])
+
+
+def band(options: Options, operands: Operands, sizes: Sizes) -> Band:
+    """Between which numbers "key less query" must lie, where shapes alone say it."""
+    lengths = (operands.q_seqlen, operands.kv_seqlen)
+    given = [n for n in lengths if n is not None]
+    moved = operands.segment_ids is not None or operands.positions is not None
+    if moved or any(n.ndim == 2 for n in given) or (given and options.bottom_right):
+        return None, None
+    shift = sizes.keys - sizes.queries if options.bottom_right else 0
+    low = None if options.left is None else shift - options.left
+    return low, None if options.right is None else shift + options.right
 
 
 def allowed(options: Options, rows: Side, cols: Side) -> Array | None:
