@@ -72,7 +72,10 @@ _NAMES = (
     "ffn2_ckpt_name",
     "intermediate_dropout_rng_name",
 )
-_KINDS = dict.fromkeys(_FLAGS, _FLAG) | dict.fromkeys(_NAMES, _NAME)
+_KINDS: dict[str, _Kind] = {
+    **dict.fromkeys(_FLAGS, _FLAG),
+    **dict.fromkeys(_NAMES, _NAME),
+}
 _KINDS["quantization_checkpoint_name"] = _NAME_OR_NONE
 
 
@@ -164,7 +167,7 @@ def epsilon(where: str, value: Any) -> float:
     return number(where, "epsilon", value, 0, math.inf, "use 1e-6")
 
 
-def choice(where: str, name: str, value: Any, choices: Sequence[str]) -> str:
+def choice(where: str, name: str, value: Any, choices: Sequence[str | None]) -> Any:
     """Returns one of the strings, or raises ValueError."""
     if value not in choices:
         rule = f"be one of {', '.join(map(repr, choices))}"

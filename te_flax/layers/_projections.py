@@ -121,9 +121,9 @@ def make_out(
     layer: Any, given: dict[str, Any], low_rank: bool, common: dict[str, Any]
 ) -> None:
     """Gives a layer ``out``."""
-    options = common | {"enable_low_rank_adaptation": low_rank}
+    options: dict[str, Any] = common | {"enable_low_rank_adaptation": low_rank}
     options["bias_init"] = given["out_bias_init"] or given["bias_init"]
-    names = {name: f"out_{name}" for name in ("kernel_axes", "bias_axes")}
+    names: dict[str, str] = {n: f"out_{n}" for n in ("kernel_axes", "bias_axes")}
     with part_of(type(layer).__name__, input_axes="attention_axes", **names):
         layer.out = DenseGeneral(
             (layer.num_heads, layer.head_dim),
@@ -131,8 +131,7 @@ def make_out(
             axis=(-2, -1),
             kernel_init=given["out_kernel_init"] or given["kernel_init"],
             input_axes=layer.attention_axes,
-            **{name: given[own] for name, own in names.items()},
-            **options,
+            **(options | {name: given[own] for name, own in names.items()}),
         )
 
 
@@ -143,7 +142,7 @@ def make_norms(layer: Any, given: dict[str, Any]) -> None:
         return
     kind = given["layernorm_type"]
     names = ("zero_centered_gamma", "scale_init", "dtype", "param_dtype", "rngs")
-    options = {name: given[name] for name in names}
+    options: dict[str, Any] = {name: given[name] for name in names}
     options["epsilon"] = given["layernorm_epsilon"]
     if kind == "layernorm":
         options["use_bias"] = False
@@ -152,20 +151,20 @@ def make_norms(layer: Any, given: dict[str, Any]) -> None:
         layer.key_ln = NORMS[kind](layer.head_dim, **options)
 
 
-def project(layer: Any, q: Array, k: Array | None, v: Array | None, out_sharding: Any):
+def project(layer: Any, inputs: tuple, out_sharding: Any) -> Projected:
     """Runs the projections of a layer.
 
     Args:
         layer: has made them with :func:`make_projections`.
-        q: inputs_q.
-        k: inputs_k; None is norm(inputs_q).
-        v: inputs_v; None is inputs_k.
+        inputs: inputs_q, inputs_k (None is norm(inputs_q)) and inputs_v (None is
+            inputs_k).
         out_sharding: wanted of all three.
     """
+    q, k, v = inputs
     if layer.packed:
         y, h = _first(layer.qkv, q, out_sharding)
         y = checkpoint_name(y, "combined_qkv_proj")
-        return Projected(*(y[..., i, :, :] for i in range(3)), h)
+        return Projected(y[..., 0, :, :], y[..., 1, :, :], y[..., 2, :, :], h)
     query, h = _first(layer.query, q, out_sharding)
     query = checkpoint_name(query, "query_proj")
     k = h if k is None else k

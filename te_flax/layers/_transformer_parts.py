@@ -152,7 +152,7 @@ def make_output_norm(given: dict[str, Any]) -> Any:
     kind = given["layernorm_type"]
     names = ("zero_centered_gamma", "scale_axes", "input_axes")
     names += ("transpose_batch_sequence", "dtype", "param_dtype", "rngs")
-    options = {name: given[name] for name in names}
+    options: dict[str, Any] = {name: given[name] for name in names}
     if kind == "layernorm":
         options["bias_axes"] = given["ln_bias_axes"]
     with part_of(_WHERE, bias_axes="ln_bias_axes", epsilon="layernorm_epsilon"):

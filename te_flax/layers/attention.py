@@ -225,16 +225,16 @@ class DotProductAttention(nnx.Module):
         if self.float32_logits:
             query, key, value = (a.astype(jnp.float32) for a in (query, key, value))
         batch = None if query.ndim == 4 else query.shape[:-3]
-        query, key, value, mask, bias = (
-            one_batch(a, batch) for a in (query, key, value, mask, bias)
-        )
+        whole: Any = [one_batch(a, batch) for a in (query, key, value)]
+        query, key, value = whole
+        mask, bias = one_batch(mask, batch), one_batch(bias, batch)
         rate, drop_key = self._dropout(dropout_rng, dropout_rate, deterministic)
         mask_type = mask_type or self._mask_type(is_causal)
         padding = (segment_ids, q_seqlen, kv_seqlen)
         if mask is not None and all(a is None for a in padding):
             mask_type = _WITHOUT_PADDING.get(mask_type, mask_type)  # the mask tells it
         with part_of(_WHERE, **_NAMES):
-            out = dot_product_attention(
+            out: Any = dot_product_attention(
                 query,
                 key,
                 value,

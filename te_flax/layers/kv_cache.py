@@ -3,10 +3,10 @@
 import math
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jax.core import Tracer
 from jax.experimental import checkify
 
 from te_flax.errors import message
@@ -51,6 +51,9 @@ class KVCache:
     num_kv_heads: int
     head_dim: int
     transpose_batch_sequence: bool
+    cached_key: Any
+    cached_value: Any
+    cache_index: Any
 
     def init_cache(self, input_shape: Shape, dtype: Any = jnp.float32) -> None:
         """Makes an empty cache, in place of the one that may be there.
@@ -117,8 +120,11 @@ class KVCache:
                 held, new.astype(held.dtype), start
             )
         self.cache_index[...] = queries[-1] + 1
-        held = (v[...].astype(key.dtype) for v in (self.cached_key, self.cached_value))
-        return Cached(*held, queries, keys, overrun)
+        key, value = (
+            variable[...].astype(key.dtype)
+            for variable in (self.cached_key, self.cached_value)
+        )
+        return Cached(key, value, queries, keys, overrun)
 
     def _check(self, key: Array, axis: int) -> None:
         """Raises ValueError unless the keys of a call fit the cache."""
@@ -135,7 +141,7 @@ class KVCache:
         where, rule = type(self).__name__, f"be <= the cache's length {length}"
         remedy = "call init_cache with a longer shape"
         overrun = queries[-1] >= length
-        if not isinstance(overrun, jax.core.Tracer):
+        if not isinstance(overrun, Tracer):
             if overrun:
                 got = int(queries[-1]) + 1
                 raise ValueError(message(where, "the tokens", rule, got, remedy))

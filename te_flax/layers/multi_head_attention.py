@@ -174,6 +174,17 @@ class MultiHeadAttention(KVCache, nnx.Module):
     3.2; the layers of flax.nnx and of TransformerEngine of the same name.
     """
 
+    num_heads: int
+    attention_type: str
+    fuse_qkv_params: bool
+    return_layernorm_output: bool
+    dropout_rng_name: str
+    decode: bool
+    packed: bool  # whether all three projections share a kernel
+    query_ln: Any
+    key_ln: Any
+    out: Any
+
     def __init__(
         self,
         num_heads: int,
@@ -321,9 +332,9 @@ class MultiHeadAttention(KVCache, nnx.Module):
         whole = {"segment_ids": segment_ids, **lengths}
         with part_of(_WHERE, x="inputs_q"):
             batch, inputs = self._inputs(inputs_q, inputs_k, inputs_v)
-            made = project(self, *inputs, qkv_sharding)
+            made = project(self, inputs, qkv_sharding)
             query, key, value = made.query, made.key, made.value
-            if self.query_ln is not None and self.key_ln is not None:
+            if self.query_ln is not None:
                 query, key = self.query_ln(query), self.key_ln(key)
             if decode:
                 check_decode(
@@ -343,7 +354,8 @@ class MultiHeadAttention(KVCache, nnx.Module):
                 query,
                 key,
                 value,
-                *(one_batch(array, batch) for array in (bias, mask)),
+                one_batch(bias, batch),
+                one_batch(mask, batch),
                 dropout_rng=given_key(rngs, self.dropout_rng_name),
                 deterministic=deterministic,
                 dtype=query.dtype,
