@@ -11,7 +11,9 @@ from flax import nnx
 from flax.nnx.nn import dtypes
 
 from te_flax.layers.dense_general import DenseGeneral
+from te_flax.layers.kv_cache import CACHED
 from te_flax.layers.layer_norm_dense_general import LayerNormDenseGeneral
+from te_flax.layers.multi_head_attention import MultiHeadAttention
 from te_flax.layers.norm import LayerNorm, RMSNorm
 from te_flax.paths import places, variables
 from te_flax.recipe.base import Recipe
@@ -66,12 +68,19 @@ class Adapter:
         construct: makes the new layer; its parameters are replaced afterwards.
         parameters: names of the variables that both layers have.
         gemm: whether the layer has a GEMM.
+        children: attributes that both have and that are converted by themselves.
     """
 
     refuse: Callable[[Any], str | None]
     construct: Callable[[Any, Options], nnx.Module]
     parameters: tuple[str, ...]
     gemm: bool
+    children: tuple[str, ...] = ()
+
+    @property
+    def held(self) -> tuple[str, ...]:
+        """The attributes that are no options."""
+        return (*self.parameters, *self.children)
 
 
 def adapter(module: Any) -> Adapter | None:
@@ -107,7 +116,7 @@ def refusal(module: Any, ancestors: Sequence[Any] = ()) -> str | None:
     if type(module) not in ADAPTERS:
         return f"{class_name(type(module))} may compute something else than its base"
     held = vars(module)
-    more = [n for n, v in held.items() if nnx.is_data(v) and n not in kind.parameters]
+    more = [n for n, v in held.items() if nnx.is_data(v) and n not in kind.held]
     more = [name for name in more if not name.startswith("_pytree__")]
     if more:
         return f"it holds more than its parameters: {', '.join(more)}"
@@ -143,13 +152,13 @@ def replacement(module: Any, options: Options) -> nnx.Module:
 
 def adopt(layer: Any, module: Any) -> None:
     """Gives a new layer the variables of a layer of flax.nnx, and notes its origin."""
-    parameters = ADAPTERS[type(module)].parameters
-    for name in parameters:
+    kind = ADAPTERS[type(module)]
+    for name in kind.parameters:
         setattr(layer, name, nnx.data(getattr(module, name)))
     static = (
         (name, value)
         for name, value in vars(module).items()
-        if name not in parameters and not name.startswith("_pytree__")
+        if name not in kind.held and not name.startswith("_pytree__")
     )
     layer.converted_from = Source(type(module), tuple(static))
     _stack(layer, stacked_dims(layer))
@@ -158,15 +167,23 @@ def adopt(layer: Any, module: Any) -> None:
 def original(layer: Any) -> nnx.Module:
     """Makes the layer that a converted layer was, sharing its variables."""
     source: Source = layer.converted_from
-    parameters = ADAPTERS[source.kind].parameters
+    kind = ADAPTERS[source.kind]
     sizes = (1,) if "num_features" in dict(source.attributes) else (1, 1)
     module = nnx.eval_shape(lambda: source.kind(*sizes, rngs=nnx.Rngs(0)))
-    values = {name: nnx.data(getattr(layer, name)) for name in parameters}
+    values = {name: nnx.data(getattr(layer, name)) for name in kind.parameters}
+    values |= {name: nnx.data(None) for name in kind.children}  # places for them
     for name in [n for n in vars(module) if not n.startswith("_pytree__")]:
         delattr(module, name)
     for name, value in (*values.items(), *source.attributes):
         setattr(module, name, value)
     return module
+
+
+def children(module: Any) -> tuple[str, ...]:
+    """The attributes that stay when a layer is replaced, or gets its old class back."""
+    source = getattr(module, "converted_from", None)
+    kind = adapter(module) if source is None else ADAPTERS[source.kind]
+    return () if kind is None else kind.children
 
 
 def class_name(kind: type) -> str:
@@ -282,11 +299,44 @@ def _construct_norm(module: Any, options: Options) -> nnx.Module:
     )
 
 
+def _refuse_attention(module: nnx.MultiHeadAttention) -> str | None:
+    if module.attention_fn is not nnx.dot_product_attention:
+        return "its attention_fn is not nnx.dot_product_attention"
+    if module.dropout_rate > 0:
+        return "its dropout is drawn once for all examples and heads, or has its stream"
+    return None
+
+
+def _construct_attention(module: nnx.MultiHeadAttention, options: Options):
+    """The shell; the projections and norms inside are converted by themselves."""
+    return nnx.eval_shape(
+        lambda: MultiHeadAttention(
+            module.num_heads,
+            module.in_features,
+            module.qkv_features,
+            module.out_features,
+            module.num_kv_heads,
+            module.in_kv_features,
+            fuse_qkv_params=False,
+            decode=bool(module.decode),
+            rngs=nnx.Rngs(0),
+        )
+    )
+
+
 # The classes of flax.nnx that are replaced.
+_PROJECTIONS = ("query", "key", "value", "out", "query_ln", "key_ln")
 _DENSE = ("kernel", "bias")
 ADAPTERS = {
     nnx.Linear: Adapter(_refuse_linear, _construct_dense, _DENSE, True),
     nnx.LinearGeneral: Adapter(_refuse_linear_general, _construct_dense, _DENSE, True),
     nnx.LayerNorm: Adapter(_refuse_norm, _construct_norm, ("scale", "bias"), False),
     nnx.RMSNorm: Adapter(_refuse_norm, _construct_norm, ("scale",), False),
+    nnx.MultiHeadAttention: Adapter(
+        _refuse_attention,
+        _construct_attention,
+        parameters=(),
+        gemm=False,
+        children=(*_PROJECTIONS, *CACHED),
+    ),
 }

@@ -13,7 +13,7 @@ from te_flax.errors import message
 from te_flax.layers import _arguments
 from te_flax.typing import Array, Shape
 
-_CACHED = ("cached_key", "cached_value", "cache_index")
+CACHED = ("cached_key", "cached_value", "cache_index")
 
 
 class Cached(NamedTuple):
@@ -40,7 +40,7 @@ class Cached(NamedTuple):
         return {"mask_type": "causal", "positions": positions}
 
 
-class KVCache:
+class KVCache(nnx.Module):
     """What a layer of attention adds to be able to decode.
 
     The layer has ``num_kv_heads``, ``head_dim`` and ``transpose_batch_sequence``. The
@@ -83,7 +83,7 @@ class KVCache:
         self.cache_index = nnx.Cache(jnp.zeros((), jnp.int32))
 
     def _no_cache(self) -> None:
-        for name in _CACHED:
+        for name in CACHED:
             setattr(self, name, nnx.data(None))
 
     def slots(self, tokens: int) -> tuple[Array, Array]:

@@ -75,7 +75,7 @@ _ATTENTION = (
 )
 
 
-class MultiHeadAttention(KVCache, nnx.Module):
+class MultiHeadAttention(KVCache):
     """Multi-head attention: ``out(attention(query(h), key(h), value(h)))``.
 
     h is x, or norm(x). Without a recipe it equals
@@ -285,6 +285,7 @@ class MultiHeadAttention(KVCache, nnx.Module):
         score_mod_args: tuple[Any, ...] = (),
         deterministic: bool | None = None,
         rngs: nnx.Rngs | nnx.RngStream | Array | None = None,
+        sow_weights: bool = False,
         decode: bool | None = None,
         is_causal: bool = False,
         out_sharding: PartitionSpec | NamedSharding | None = None,
@@ -310,6 +311,7 @@ class MultiHeadAttention(KVCache, nnx.Module):
             deterministic: True drops nothing; None follows ``model.train()`` and
                 ``model.eval()``.
             rngs: of the dropout in place of the layer's stream.
+            sow_weights: of ``flax.nnx``; must be False.
             decode: whether to add the tokens to the cache and to attend to what it
                 holds; None is the constructor's. Then a token sees those before it.
             is_causal: makes the mask type a causal one.
@@ -359,6 +361,7 @@ class MultiHeadAttention(KVCache, nnx.Module):
                 dropout_rng=given_key(rngs, self.dropout_rng_name),
                 deterministic=deterministic,
                 dtype=query.dtype,
+                module=self if sow_weights else None,
                 is_causal=is_causal,
                 score_mod_args=score_mod_args,
                 **options,

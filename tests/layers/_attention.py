@@ -1,8 +1,11 @@
 """What the tests of the attention layers share."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
-from _fused import FAST, FP4, context
+import numpy as np
+from _fused import FAST, context
 from flax import nnx
 
 import te_flax as te
@@ -28,15 +31,23 @@ def _step(layer, inputs, dy):
     return te.grad(loss, argnums=(0, 1), has_aux=True)(layer, inputs)
 
 
-def step(layer, inputs, dy, recipe, steps=1):
-    """The results of the last of some training steps."""
+def step(layer, inputs, dy, recipe=None):
+    """The results of a training step; its program is large, so compiled fast."""
     with context(recipe):
-        run = _step
-        if recipe in FP4:
-            run = _step.lower(layer, inputs, dy).compile(FAST)
-        for _ in range(steps):
-            (grads, dx), y = run(layer, inputs, dy)
+        run = _step.lower(layer, inputs, dy).compile(FAST)
+        (grads, dx), y = run(layer, inputs, dy)
     return y, dx, grads
+
+
+def params(layer, seed=None):
+    """The parameters as float64 numpy; with a seed they become other ones first."""
+    state = nnx.state(layer, nnx.Param)
+    if seed is not None:
+        rng = np.random.default_rng(seed)
+        draw = lambda a: a + jnp.asarray(0.1 * rng.standard_normal(a.shape), a.dtype)
+        nnx.update(layer, jax.tree.map(draw, state))
+        state = nnx.state(layer, nnx.Param)
+    return jax.tree.map(lambda a: np.asarray(a, np.float64), nnx.to_pure_dict(state))
 
 
 def projections(layer):
@@ -51,12 +62,30 @@ def projections(layer):
 def decoded(layer, inputs, *more, chunks=None):
     """The outputs of token after token, along the axis of the tokens."""
     axis = 0 if layer.transpose_batch_sequence else 1
-    tokens = inputs.shape[axis]
-    run = nnx.jit(lambda layer, x, *more: layer(x, *more, decode=True))
+    run = nnx.jit(functools.partial(_decode, more=more))
     layer.init_cache(inputs.shape)
     found, start = [], 0
-    for count in chunks or (1,) * tokens:
+    for count in chunks or (1,) * inputs.shape[axis]:
         part = jax.lax.slice_in_dim(inputs, start, start + count, axis=axis)
-        found.append(run(layer, part, *more))
+        found.append(run(layer, part))
         start += count
     return jnp.concatenate(found, axis)
+
+
+def _decode(layer, x, more):
+    return layer(x, *more, decode=True)
+
+
+def held_to_format(recipe, pairs):
+    """Asserts that results are off by the format's error, and not by much more."""
+    limit = 0.5 if "nvfp4" in recipe else 0.15
+    for got, plain in pairs:
+        error = np.linalg.norm(got - plain) / np.linalg.norm(plain)
+        assert 0 < error < limit, error
+
+
+def pushed_once(layer, recipe):
+    """Asserts that every GEMM pushed one amax of x and of dy under delayed scaling."""
+    for name, gemm in projections(layer).items():
+        pushed = [int((h[...] > 0).sum()) for h in (gemm.fp8.x, gemm.fp8.dy)]
+        assert pushed == [recipe == "delayed_scaling"] * 2, name
