@@ -1,8 +1,9 @@
 """What a layer of attention is constructed with: sizes, and options with choices."""
 
+import math
 from typing import Any
 
-from te_flax.errors import message
+from te_flax.errors import message, part_of
 from te_flax.functional.rotary import GROUP_METHODS, check_windows
 from te_flax.layers import _arguments
 from te_flax.layers._projections import LOW_RANK_SCOPES
@@ -52,6 +53,8 @@ def check_options(where: str, layer: Any, given: dict[str, Any]) -> None:
     """Raises ValueError for unknown values, and for ones that do not fit together."""
     for name, allowed in _CHOICES.items():
         _arguments.choice(where, name, given[name], allowed)
+    epsilon = given["layernorm_epsilon"]
+    _arguments.number(where, "layernorm_epsilon", epsilon, 0, math.inf, "use 1e-6")
     check_windows(where, "rotary_pos_emb_windows", given["rotary_pos_emb_windows"])
     if given["enable_rotary_pos_emb"] and layer.head_dim % 2:
         rule, remedy = "give heads of even size for RoPE", "change qkv_features"
@@ -99,10 +102,18 @@ def check_inputs(
             ),
         ),
     }
+    kv = (layer.in_kv_features, "in_kv_features")
+    sizes = {"inputs_q": (layer.in_features, "in_features"), "inputs_k": kv}
     for name, array in shapes.items():
         got = None if array is None else f"shape {array.shape}"
-        short = array is not None and array.ndim < least
-        rule, remedy = f"have at least {least} dims", "tokens and features are two"
-        for wrong, rule_, remedy_ in (*problems.get(name, ()), (short, rule, remedy)):
+        for wrong, rule, remedy in problems.get(name, ()):
             if wrong:
-                raise ValueError(message(where, name, rule_, got, remedy_))
+                raise ValueError(message(where, name, rule, got, remedy))
+        if array is None:
+            continue
+        if array.ndim < least:
+            rule, remedy = f"have at least {least} dims", "tokens and features are two"
+            raise ValueError(message(where, name, rule, got, remedy))
+        with part_of(where, x=name):
+            _arguments.float_array(where, array)
+            _arguments.check_last(where, array, *sizes.get(name, kv))

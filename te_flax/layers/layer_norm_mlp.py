@@ -52,6 +52,7 @@ _GEMM = (
     "enable_low_rank_adaptation",
     "low_rank_adaptation_dim",
     "low_rank_adaptation_alpha",
+    "transpose_batch_sequence",
     "dtype",
     "param_dtype",
     "rngs",

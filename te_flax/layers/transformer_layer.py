@@ -309,6 +309,10 @@ class TransformerLayer(nnx.Module):
                 rule = f"be {order or '[batch, sequence,'} features]"
                 got, remedy = f"shape {array.shape}", "add or join dims"
                 raise ValueError(message(_WHERE, name, rule, got, remedy))
+            if array is not None:
+                with part_of(_WHERE, x=name):
+                    size = self.self_attention.in_features
+                    _arguments.check_last(_WHERE, array, size, "hidden_size")
         if (encoded is None) != (self.cross_attention is None):
             rule, remedy = "be given to a decoder layer alone", "or change layer_type"
             got = f"{'None' if encoded is None else encoded.shape} in an "
