@@ -31,6 +31,7 @@ from te_flax.inspect import inspect as inspect
 from te_flax.kernel_cache import cache_quantized as cache_quantized
 from te_flax.layers.attention import DotProductAttention as DotProductAttention
 from te_flax.layers.dense_general import DenseGeneral as DenseGeneral
+from te_flax.layers.einsum import Einsum as Einsum
 from te_flax.layers.layer_norm_dense_general import (
     LayerNormDenseGeneral as LayerNormDenseGeneral,
 )

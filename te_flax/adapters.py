@@ -11,6 +11,7 @@ from flax import nnx
 from flax.nnx.nn import dtypes
 
 from te_flax.layers.dense_general import DenseGeneral
+from te_flax.layers.einsum import Einsum
 from te_flax.layers.kv_cache import CACHED
 from te_flax.layers.layer_norm_dense_general import LayerNormDenseGeneral
 from te_flax.layers.multi_head_attention import MultiHeadAttention
@@ -69,6 +70,7 @@ class Adapter:
         parameters: names of the variables that both layers have.
         gemm: whether the layer has a GEMM.
         children: attributes that both have and that are converted by themselves.
+        blank: arguments that construct some layer of the class.
     """
 
     refuse: Callable[[Any], str | None]
@@ -76,6 +78,7 @@ class Adapter:
     parameters: tuple[str, ...]
     gemm: bool
     children: tuple[str, ...] = ()
+    blank: tuple[Any, ...] = (1, 1)
 
     @property
     def held(self) -> tuple[str, ...]:
@@ -168,8 +171,7 @@ def original(layer: Any) -> nnx.Module:
     """Makes the layer that a converted layer was, sharing its variables."""
     source: Source = layer.converted_from
     kind = ADAPTERS[source.kind]
-    sizes = (1,) if "num_features" in dict(source.attributes) else (1, 1)
-    module = nnx.eval_shape(lambda: source.kind(*sizes, rngs=nnx.Rngs(0)))
+    module = nnx.eval_shape(lambda: source.kind(*kind.blank, rngs=nnx.Rngs(0)))
     values = {name: nnx.data(getattr(layer, name)) for name in kind.parameters}
     values |= {name: nnx.data(None) for name in kind.children}  # places for them
     for name in [n for n in vars(module) if not n.startswith("_pytree__")]:
@@ -253,8 +255,9 @@ def _construct_dense(module: Any, options: Options) -> nnx.Module:
 
 def dense_keywords(module: Any, options: Options) -> dict[str, Any]:
     """The keywords of a dense layer that a linear layer of flax.nnx determines."""
+    bias = {} if isinstance(module, nnx.Einsum) else {"use_bias": module.use_bias}
     return {
-        "use_bias": module.use_bias,
+        **bias,
         "dtype": module.dtype,
         "param_dtype": module.param_dtype,
         "precision": module.precision,
@@ -299,6 +302,19 @@ def _construct_norm(module: Any, options: Options) -> nnx.Module:
     )
 
 
+def _refuse_einsum(module: nnx.Einsum) -> str | None:
+    if module.einsum_op is not jnp.einsum:
+        return "its einsum_op is not jnp.einsum"
+    if module.einsum_str is None:
+        return "its einsum_str comes with each call"
+    return _refuse_shape(module, tuple(module.kernel_shape))
+
+
+def _construct_einsum(module: nnx.Einsum, options: Options) -> nnx.Module:
+    keywords = dense_keywords(module, options)
+    return Einsum(module.einsum_str, module.kernel_shape, module.bias_shape, **keywords)
+
+
 def _refuse_attention(module: nnx.MultiHeadAttention) -> str | None:
     if module.attention_fn is not nnx.dot_product_attention:
         return "its attention_fn is not nnx.dot_product_attention"
@@ -330,8 +346,13 @@ _DENSE = ("kernel", "bias")
 ADAPTERS = {
     nnx.Linear: Adapter(_refuse_linear, _construct_dense, _DENSE, True),
     nnx.LinearGeneral: Adapter(_refuse_linear_general, _construct_dense, _DENSE, True),
-    nnx.LayerNorm: Adapter(_refuse_norm, _construct_norm, ("scale", "bias"), False),
-    nnx.RMSNorm: Adapter(_refuse_norm, _construct_norm, ("scale",), False),
+    nnx.LayerNorm: Adapter(
+        _refuse_norm, _construct_norm, ("scale", "bias"), False, blank=(1,)
+    ),
+    nnx.RMSNorm: Adapter(_refuse_norm, _construct_norm, ("scale",), False, blank=(1,)),
+    nnx.Einsum: Adapter(
+        _refuse_einsum, _construct_einsum, _DENSE, True, blank=("a,ab->b", (1, 1))
+    ),
     nnx.MultiHeadAttention: Adapter(
         _refuse_attention,
         _construct_attention,

@@ -36,8 +36,8 @@ def convert(
     """Returns the model with layers of flax.nnx replaced by layers of te_flax.
 
     ``nnx.Linear`` and ``nnx.LinearGeneral`` become :class:`te_flax.DenseGeneral`,
-    ``nnx.LayerNorm``, ``nnx.RMSNorm`` and ``nnx.MultiHeadAttention``, whose projections
-    count as layers too, the te_flax layers of the same names. As with
+    ``nnx.LayerNorm``, ``nnx.RMSNorm``, ``nnx.Einsum`` and ``nnx.MultiHeadAttention``,
+    whose projections count as layers too, the te_flax layers of the same names. As with
     ``nnx.view`` the argument does not change; the result has new modules around the
     *same* variables, so parameters keep their values, paths, metadata and sharding,
     training one model trains the other, and a shared layer stays shared.

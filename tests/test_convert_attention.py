@@ -98,7 +98,7 @@ def test_patterns(rules, attention, parts):
 
 REASONS = {
     "its attention_fn is not": {"attention_fn": lambda q, k, v, **_: v},
-    "its dropout is drawn once": {"dropout_rate": 0.1, "deterministic": True},
+    "its dropout is drawn once": {"dropout_rate": 0.1, "keep_rngs": False},
 }
 
 

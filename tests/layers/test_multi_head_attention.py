@@ -67,7 +67,7 @@ PARTS = {
 }
 
 
-@pytest.mark.parametrize(("name", "recipe"), zip(PARTS, RECIPES, strict=True))
+@pytest.mark.parametrize(("name", "recipe"), list(zip(PARTS, RECIPES, strict=True)))
 def test_it_is_its_parts_to_the_bit(name, recipe):
     """te.LayerNormDenseGeneral, te.dot_product_attention and te.DenseGeneral."""
     options = PARTS[name] | {"input_layernorm": True, "attn_mask_type": "causal"}
