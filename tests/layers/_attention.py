@@ -39,6 +39,12 @@ def step(layer, inputs, dy, recipe=None):
     return y, dx, grads
 
 
+@nnx.jit
+def forward(layer, *inputs, **arrays):
+    """The result of a call."""
+    return layer(*inputs, **arrays)
+
+
 def params(layer, seed=None):
     """The parameters as float64 numpy; with a seed they become other ones first."""
     state = nnx.state(layer, nnx.Param)

@@ -15,7 +15,7 @@ import te_flax as te
 
 X = data((2, 4, 32))
 QUIET = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
-NAMES = [None, *(name for name in RECIPES if "float32" not in name)]
+NAMES = [None, *(r for r in RECIPES if r not in ("nvfp4", "block_float32_scales"))]
 
 
 @pytest.mark.parametrize("recipe", NAMES)
