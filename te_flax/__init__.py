@@ -11,6 +11,8 @@ from te_flax.functional.activation import activation as activation
 from te_flax.functional.attention.api import (
     dot_product_attention as dot_product_attention,
 )
+from te_flax.functional.attention.fp8 import AttentionConfig as AttentionConfig
+from te_flax.functional.attention.fp8 import AttentionState as AttentionState
 from te_flax.functional.config import ActivationConfig as ActivationConfig
 from te_flax.functional.config import DenseConfig as DenseConfig
 from te_flax.functional.config import GemmState as GemmState
@@ -55,6 +57,7 @@ from te_flax.quantize.quantizer import Quantized as Quantized
 from te_flax.quantize.quantizer import Quantizer as Quantizer
 from te_flax.quantize.quantizer import Scale as Scale
 from te_flax.quantize.tensor import ScaledTensor as ScaledTensor
+from te_flax.recipe.attention import Fp8AttentionState as Fp8AttentionState
 from te_flax.recipe.base import Recipe as Recipe
 from te_flax.recipe.block import Float8BlockScaling as Float8BlockScaling
 from te_flax.recipe.checkpoint import checkpoint_filter as checkpoint_filter

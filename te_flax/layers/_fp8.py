@@ -4,7 +4,9 @@ from typing import Any
 
 import jax
 
+from te_flax.functional.attention.fp8 import AttentionConfig, AttentionState
 from te_flax.functional.config import DenseConfig, GemmState, Quantized, Scale, Scales
+from te_flax.recipe.attention import Fp8AttentionState
 from te_flax.recipe.base import Recipe
 from te_flax.recipe.delayed import DelayedScaling
 from te_flax.recipe.state import Fp8KernelCache, Fp8State, amax_axes
@@ -55,6 +57,25 @@ def push(
     if not isinstance(recipe, DelayedScaling):
         return
     fp8.push(x, kernel if fp8.kernel_cache is None else None)
+
+
+def attention_fp8(
+    recipe: Recipe | None, fp8: Fp8AttentionState
+) -> tuple[AttentionConfig, AttentionState] | None:
+    """The ``fp8=`` of ``te.dot_product_attention`` under a recipe; None for none."""
+    if not isinstance(recipe, DelayedScaling) or not recipe.fp8_attention:
+        return None
+    quantizers = recipe.quantizers()
+    config = AttentionConfig(
+        forward=quantizers.x,
+        backward=quantizers.dy,
+        amax_axes=amax_axes(fp8),
+        report=not fp8.use_running_average,
+    )
+    forward, backward = fp8.scales(recipe)
+    # Without somebody who fills their history the gradients must measure themselves.
+    known = backward if fp8.tracked else None
+    return config, AttentionState(forward, known, fp8.mailbox[...])
 
 
 def quantize_kernel(

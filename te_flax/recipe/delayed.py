@@ -26,8 +26,7 @@ class DelayedScaling(Recipe):
         fp8_format: ``"hybrid"`` (e4m3 forward, e5m2 for gradients) or ``"e4m3"``.
         amax_history_len: how many of the newest entries count, at least 1.
         amax_compute_algo: ``"max"`` over these entries, or ``"most_recent"``.
-        fp8_attention: also quantize the GEMMs inside attention; no effect until
-            attention layers arrive.
+        fp8_attention: also quantize the products inside attention.
         split_accumulator: float32 accumulation of partial sums in the (forward,
             dgrad, wgrad) GEMMs on hardware that otherwise keeps fewer bits.
 

@@ -46,7 +46,58 @@ class Fp8KernelCache(nnx.Variable):
     """A kernel's quantized copies while ``te.cache_quantized`` is entered."""
 
 
-class Fp8State(nnx.Module):
+class Fp8Statistics(nnx.Module):
+    """What the statistics of a GEMM and those of an attention have in common.
+
+    Attributes:
+        dy: histories that ``te.value_and_grad`` fills, newest entry at index 0.
+        nonfinite: int32, how many pushes saw a NaN or an infinity.
+        mailbox: zero; its cotangent carries what `dy` is filled with.
+        use_running_average: True freezes all statistics (``model.eval()``).
+        track_gradients: set by ``te.track_gradients`` while it is entered.
+    """
+
+    dy: Fp8Stat
+    nonfinite: Fp8Stat
+    mailbox: Fp8Mailbox
+    use_running_average: bool = False
+    track_gradients: bool = False
+
+    def set_view(self, use_running_average: bool | None = None, **kwargs) -> Mapping:
+        """Takes part in ``nnx.view``.
+
+        Args:
+            use_running_average: if True, the statistics are frozen.
+            **kwargs: not ours.
+
+        Returns:
+            The unused keywords.
+        """
+        if use_running_average is not None:
+            self.use_running_average = use_running_average
+        return kwargs
+
+    @property
+    def tracked(self) -> bool:
+        """Whether dy uses its history here: somebody fills it and it is not frozen."""
+        return self.track_gradients and not self.use_running_average
+
+    def _window(self, recipe: DelayedScaling) -> int:
+        window, length = recipe.amax_history_len, self.dy.shape[-1]
+        if window > length:
+            raise ValueError(
+                message(
+                    type(recipe).__name__,
+                    "amax_history_len",
+                    f"be <= {length}, the length of the layer's history",
+                    window,
+                    f"build the layer with amax_history_len={window}",
+                )
+            )
+        return 1 if recipe.amax_compute_algo == "most_recent" else window
+
+
+class Fp8State(Fp8Statistics):
     """Amax histories of the three operands of one GEMM.
 
     Histories hold the newest entry at index 0 and are read through
@@ -85,8 +136,6 @@ class Fp8State(nnx.Module):
         3.0
     """
 
-    use_running_average: bool
-    track_gradients: bool
     record: Fp8Record | None = None
     record_mailbox: Fp8RecordMailbox | None = None
     kernel_cache: Fp8KernelCache | None = None
@@ -97,19 +146,7 @@ class Fp8State(nnx.Module):
         recipe: Recipe | None = None,
         rngs: nnx.Rngs | None = None,
     ):
-        check_recipe("Fp8State", recipe)
-        length = amax_history_len
-        if length is None:
-            # A layer built where recipes are disabled may be called elsewhere.
-            own = isinstance(recipe, DelayedScaling)
-            followed = recipe if own else resolve(recipe)
-            delayed = isinstance(followed, DelayedScaling)
-            length = followed.amax_history_len if delayed else DEFAULT_HISTORY_LEN
-        if not isinstance(length, int) or isinstance(length, bool) or length < 1:
-            rule, remedy = "be an integer >= 1", "use None for the recipe's"
-            raise ValueError(
-                message("Fp8State", "amax_history_len", rule, repr(length), remedy)
-            )
+        length = history_length("Fp8State", amax_history_len, recipe)
         self.x = Fp8Stat(jnp.zeros(length, jnp.float32))
         self.kernel = Fp8Stat(jnp.zeros(length, jnp.float32))
         self.dy = Fp8Stat(jnp.zeros(length, jnp.float32))
@@ -118,25 +155,6 @@ class Fp8State(nnx.Module):
         self.mailbox = Fp8Mailbox(jnp.zeros(MAILBOX_SIZE, jnp.float32))
         self.use_running_average = False
         self.track_gradients = False
-
-    def set_view(self, use_running_average: bool | None = None, **kwargs) -> Mapping:
-        """Takes part in ``nnx.view``.
-
-        Args:
-            use_running_average: if True, the statistics are frozen.
-            **kwargs: not ours.
-
-        Returns:
-            The unused keywords.
-        """
-        if use_running_average is not None:
-            self.use_running_average = use_running_average
-        return kwargs
-
-    @property
-    def tracked(self) -> bool:
-        """Whether dy uses its history here: somebody fills it and it is not frozen."""
-        return self.track_gradients and not self.use_running_average
 
     def amax(self, name: str, recipe: DelayedScaling) -> Array:
         """Reads the amax that an operand's scale is made from.
@@ -171,20 +189,6 @@ class Fp8State(nnx.Module):
         window = self._window(recipe)
         return scales(x, kernel, dy, window=window, quantizers=recipe.quantizers())
 
-    def _window(self, recipe: DelayedScaling) -> int:
-        window, length = recipe.amax_history_len, self.x.shape[-1]
-        if window > length:
-            raise ValueError(
-                message(
-                    type(recipe).__name__,
-                    "amax_history_len",
-                    f"be <= {length}, the length of the layer's history",
-                    window,
-                    f"build the layer with amax_history_len={window}",
-                )
-            )
-        return 1 if recipe.amax_compute_algo == "most_recent" else window
-
     def push(self, x_amax: Array | None, kernel_amax: Array | None) -> None:
         """Records a forward call, unless the statistics are frozen.
 
@@ -216,6 +220,38 @@ class Fp8State(nnx.Module):
         return jax.random.fold_in(key, words[2])
 
 
+def history_length(
+    where: str, amax_history_len: int | None, recipe: Recipe | None
+) -> int:
+    """The length of the histories of a layer that follows a recipe.
+
+    Args:
+        where: the state that is built.
+        amax_history_len: asked for; None takes that of the delayed recipe which the
+            layer follows, its own or the one in context, else 1024.
+        recipe: the layer's own recipe; None follows the context.
+
+    Returns:
+        The length.
+
+    Raises:
+        ValueError: it is not a positive integer.
+        TypeError: `recipe` is not a recipe.
+    """
+    check_recipe(where, recipe)
+    length = amax_history_len
+    if length is None:
+        # A layer built where recipes are disabled may be called elsewhere.
+        own = isinstance(recipe, DelayedScaling)
+        followed = recipe if own else resolve(recipe)
+        delayed = isinstance(followed, DelayedScaling)
+        length = followed.amax_history_len if delayed else DEFAULT_HISTORY_LEN
+    if not isinstance(length, int) or isinstance(length, bool) or length < 1:
+        rule, remedy = "be an integer >= 1", "use None for the recipe's"
+        raise ValueError(message(where, "amax_history_len", rule, repr(length), remedy))
+    return length
+
+
 def _seed(rngs: nnx.Rngs | None) -> Array:
     """Two random words and a count of 0."""
     if rngs is None:
@@ -230,7 +266,7 @@ def _seed(rngs: nnx.Rngs | None) -> Array:
     return jnp.concatenate([words, jnp.zeros(1, jnp.uint32)])
 
 
-def amax_axes(state: Fp8State) -> tuple[str, ...]:
+def amax_axes(state: Fp8Statistics) -> tuple[str, ...]:
     """The manual mesh axes over which a layer's amax is maximised here.
 
     On Auto and Explicit meshes the amax ops reduce by themselves. Inside
@@ -249,7 +285,7 @@ def amax_axes(state: Fp8State) -> tuple[str, ...]:
         ()
     """
     mesh = jax.sharding.get_abstract_mesh()
-    apart = _varying(state.x[...]) | set(local_amax_axes())
+    apart = _varying(state.nonfinite[...]) | set(local_amax_axes())
     return tuple(
         axis
         for axis in mesh.axis_names

@@ -14,7 +14,7 @@ from te_flax.quantize.mailbox import push_letter
 from te_flax.quantize.statistics import decode_statistics
 from te_flax.recipe.arguments import Argnum, check_arguments, positional_arguments
 from te_flax.recipe.record import record_cotangent
-from te_flax.recipe.state import Fp8Mailbox, Fp8Stat, Fp8State
+from te_flax.recipe.state import Fp8Mailbox, Fp8Stat, Fp8Statistics
 
 
 def diff_filter(wrt: Any = nnx.Param) -> Any:
@@ -60,7 +60,7 @@ def track_gradients(*models: Any, graph: bool | None = None) -> Iterator[None]:
         True
     """
     found = nnx.iter_graph(models, graph=graph)
-    states = [module for _, module in found if isinstance(module, Fp8State)]
+    states = [module for _, module in found if isinstance(module, Fp8Statistics)]
     before = [state.track_gradients for state in states]
     for state in states:
         state.track_gradients = True

@@ -100,10 +100,10 @@ def _evaluate(x: Inputs) -> tuple[Result, _Parts]:
     dq = x.scale * np.einsum("bnts,bnsh->bnth", ds, k)
     dk = x.scale * np.einsum("bnts,bnth->bnsh", ds, x.q)
     dv = np.einsum("bnts,bnth->bnsh", p * x.kept, x.do)
-    made = (_per_key_head(a, kv_heads) for a in (dk, dv))
+    dk, dv = (_per_key_head(a, kv_heads) for a in (dk, dv))
     dsink = -(p_sink * delta).sum((0, 2))
     parts = _Parts(k, v, scores, p, p_sink, dp, delta)
-    return Result(o, lse, dq, *made, ds, dsink), parts
+    return Result(o, lse, dq, dk, dv, ds, dsink), parts
 
 
 def attention(x: Inputs) -> Result:

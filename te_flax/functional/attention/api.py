@@ -7,8 +7,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from te_flax.errors import check_float64, message
 from te_flax.functional._core import array
 from te_flax.functional.attention import capabilities, chunked, mesh, reference
+from te_flax.functional.attention import fp8 as _emulation
 from te_flax.functional.attention.checks import (
     check_arrays,
     check_static,
@@ -17,8 +19,10 @@ from te_flax.functional.attention.checks import (
     scale_of,
     window_of,
 )
+from te_flax.functional.attention.fp8 import AttentionConfig, AttentionState
 from te_flax.functional.attention.options import (
     LAYOUTS,
+    WHERE,
     Operands,
     Options,
     standard_slopes,
@@ -56,9 +60,9 @@ def dot_product_attention(
     score_mod_args: tuple[Any, ...] = (),
     page_table: tuple[Array, Array] | None = None,
     return_residual: bool = False,
-    fp8: Any = None,
+    fp8: AttentionConfig | tuple[AttentionConfig, AttentionState] | None = None,
     implementation: str | None = None,
-) -> Array | tuple[Array, Array]:
+) -> Array | tuple[Array, ...]:
     """Computes ``o = dropout(softmax(scores)) . v``, ``scores = scale q . k + bias``.
 
     A key that a query does not see contributes nothing, not even a NaN; a query that
@@ -107,13 +111,16 @@ def dot_product_attention(
             ``[P, size, K, H]`` in place of examples, and ``S = pages size``; -1 is no
             page.
         return_residual: whether the log-sum-exp of the scores is returned too.
-        fp8: quantizers of FP8 attention, or None.
+        fp8: quantizers of FP8 attention, with its state where earlier steps fix the
+            scales; None multiplies q, k and v as they are.
         implementation: "reference", "chunked" or "cudnn"; None takes the first of
             "cudnn", "chunked" and "reference" that can serve the call.
 
     Returns:
         o ``[B, T, N, Hv]`` in the order of ``layout`` and q's dtype; with
-        ``return_residual`` also float32 ``[B, N, T]``, -inf where a query sees no key.
+        ``return_residual`` also float32 ``[B, N, T]``, -inf where a query sees no key;
+        with ``fp8`` also the amax (largest finite magnitude, non-finite flag) of q, k,
+        v, the probabilities and o, float32 ``[5, 2]``.
 
     Raises:
         ValueError: shapes, lengths or options do not fit, or the sequence or head_dim
@@ -130,15 +137,19 @@ def dot_product_attention(
     Source: Vaswani et al. 2017, "Attention Is All You Need" (arXiv:1706.03762),
     section 3.2; Xiao et al. 2023 (arXiv:2309.17453) for the sink.
     """
+    check_float64(WHERE, q=q, k=k, v=v, bias=bias, mask=mask, sink=sink)
+    q, k, v = map(jnp.asarray, (q, k, v))
     choice("layout", layout, LAYOUTS)
     left, right = window_of(window)
     if isinstance(mask_type, str) and "causal" in mask_type:
         right = 0 if right is None else min(right, 0)
     operands = Operands(
-        *map(jnp.asarray, (q, k, v)),
+        q,
+        k,
+        v,
         bias=array(bias),
         mask=array(mask),
-        alibi_slopes=_slopes(alibi_slopes, q.shape, layout),
+        alibi_slopes=_slopes(alibi_slopes, q.shape[layout.index("N") :][:1]),
         segment_ids=_pair("segment_ids", segment_ids),
         positions=_pair("positions", positions),
         q_seqlen=array(q_seqlen),
@@ -154,7 +165,7 @@ def dot_product_attention(
         mask_type=mask_type,
         left=left,
         right=right,
-        scale=scale_of(scale, operands.q.shape[-1]),
+        scale=scale_of(scale, q.shape[-1] if q.ndim else 1),
         softmax_type=softmax_type,
         dropout_rate=dropout_rate,
         score_mod=score_mod,
@@ -164,21 +175,39 @@ def dot_product_attention(
     return _run(options, operands, fp8, implementation)
 
 
-def _run(options: Options, operands: Operands, fp8: Any, implementation: str | None):
+def _run(options: Options, operands: Operands, given: Any, implementation: str | None):
     check_static(options, operands)
     sizes = check_arrays(options, operands)
     options = options._replace(band=band(options, operands, sizes))
-    call = capabilities.Call(options, operands, sizes, fp8=fp8 is not None)
+    config, state = _fp8(given)
+    call = capabilities.Call(options, operands, sizes, fp8=config is not None)
     attend = _ATTEND[capabilities.choose(call, implementation)]
 
-    def local(operands: Operands, batch: Array, heads: Array) -> tuple[Array, Array]:
-        problem = pose(options, operands, batch, heads)
-        o, lse = attend(options, problem)
-        return lay(options, o), lse.reshape(lse.shape[0], -1, lse.shape[-1])
+    def local(axes, operands: Operands, batch: Array, heads: Array, state: Any):
+        problem, amaxes = pose(options, operands, batch, heads), None
+        if config is None:
+            o, lse = attend(options, problem)
+        else:
+            o, lse, amaxes = _emulation.attend(config, options, axes, problem, state)
+        return lay(options, o), lse.reshape(lse.shape[0], -1, lse.shape[-1]), amaxes
 
     operands = operands._replace(dropout_key=_words(options, operands))
-    o, lse = mesh.run(local, options, operands, sizes)
-    return (o, lse) if options.return_residual else o
+    o, lse, amaxes = mesh.run(local, options, operands, sizes, state)
+    found = (o, *[lse] * options.return_residual, *[amaxes] * (config is not None))
+    return found if len(found) > 1 else o
+
+
+def _fp8(given: Any) -> tuple[AttentionConfig | None, AttentionState | None]:
+    """The quantizers of FP8 attention and its arrays; None without."""
+    if given is None:
+        return None, None
+    pair = given if isinstance(given, tuple) else (given, AttentionState())
+    types = (AttentionConfig, AttentionState)
+    if len(pair) != 2 or not all(map(isinstance, pair, types)):
+        rule = "be an AttentionConfig, or a pair of one and an AttentionState"
+        remedy = "pass fp8=te.AttentionConfig()"
+        raise TypeError(message(WHERE, "fp8", rule, repr(given)[:60], remedy))
+    return pair
 
 
 def _pair(name: str, given: Any) -> tuple[Array, Array] | None:
@@ -192,11 +221,11 @@ def _pair(name: str, given: Any) -> tuple[Array, Array] | None:
     return jnp.asarray(both[0]), jnp.asarray(both[1])
 
 
-def _slopes(given: Any, shape: tuple[int, ...], layout: str) -> Array | None:
+def _slopes(given: Any, heads: tuple[int, ...]) -> Array | None:
     if given is None or given is False:
         return None
     if given is True:
-        return standard_slopes(shape[layout.index("N")])
+        return standard_slopes(*heads or (1,))
     return jnp.asarray(given)
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from te_flax.errors import check_float64, message
+from te_flax.errors import message
 from te_flax.functional.attention.options import (
     LAYOUTS,
     MASK_TYPES,
@@ -108,7 +108,6 @@ def _check_score_mod(options: Options, operands: Operands) -> None:
 
 def check_arrays(options: Options, operands: Operands) -> Sizes:
     """Refuses arrays of other dtypes and shapes than attention takes."""
-    check_float64(WHERE, q=operands.q, k=operands.k, v=operands.v, bias=operands.bias)
     for name, a in zip("qkv", operands[:3], strict=True):
         if a.dtype not in (*FLOATS, jnp.float64):
             rule = "be float32, bfloat16 or float16"

@@ -15,10 +15,16 @@ from jax import lax
 from te_flax.functional._core import add
 from te_flax.functional.attention import blocks
 from te_flax.functional.attention import scores as _scores
+from te_flax.functional.attention.gradients import (
+    Sums,
+    cotangent,
+    floats,
+    modified,
+    sink_gradient,
+)
 from te_flax.functional.attention.options import Options
 from te_flax.functional.attention.problem import Problem, varying
-from te_flax.functional.attention.reference import finish
-from te_flax.ops._op import cotangent_like
+from te_flax.functional.attention.reference import log_sum
 from te_flax.typing import Array
 
 
@@ -148,7 +154,6 @@ def _seen(static: _Static, block: Problem) -> Array | None:
 def _rows_forward(static: _Static, i: Array, part: Problem) -> tuple[Array, Array]:
     """The result and log-sum-exp of one block of queries."""
     options, dtype = static.options, _scores.wide_dtype(part)
-    zero = jnp.zeros((), dtype)
     shape = part.q.shape[:4]
     top, total = jnp.full(shape, _scores.lowest(dtype)), jnp.zeros(shape, dtype)
     if part.sink is not None:
@@ -163,8 +168,7 @@ def _rows_forward(static: _Static, i: Array, part: Problem) -> tuple[Array, Arra
         products = _products("bkgth,bksh->bkgts", block.q, block.k, dtype)
         scores = _scores.hide(block, found, _scores.modify(options, block, products))
         higher = jnp.maximum(top, jnp.max(scores, axis=-1))
-        p = jnp.exp(scores - higher[..., None])
-        p = p if found is None else jnp.where(found, p, zero)
+        p = _scores.shown(found, jnp.exp(scores - higher[..., None]))
         shrink = jnp.exp(top - higher)
         total = total * shrink + jnp.sum(p, axis=-1)
         p = _scores.drop(options, _scores.kept(options, block), p)
@@ -173,17 +177,8 @@ def _rows_forward(static: _Static, i: Array, part: Problem) -> tuple[Array, Arra
 
     carry = _vary(static, (top, total, acc))
     top, total, acc = _each_key_block(static, part, i, body, carry)
-    return finish(acc, total, top, part)
-
-
-class _Sums(NamedTuple):
-    """Gradients that every block of queries adds to, in the wide dtype."""
-
-    k: Array
-    v: Array
-    addends: tuple[Array, ...]
-    slopes: Array | None
-    args: list[Array]
+    _, safe, lse = log_sum(total, top)
+    return (acc / safe[..., None]).astype(part.q.dtype), lse
 
 
 def _attend_bwd(static: _Static, res: tuple, cotangents: tuple[Array, Array]):
@@ -199,12 +194,12 @@ def _attend_bwd(static: _Static, res: tuple, cotangents: tuple[Array, Array]):
     zero = jnp.zeros((), dtype)
     delta = jnp.sum(do.astype(dtype) * o.astype(dtype), axis=-1) - dlse
     rows = (do, jnp.where(none, zero, lse), jnp.where(none, zero, delta))
-    args, _ = _floats(problem.score_mod_args)
+    args, _ = floats(problem.score_mod_args)
     like = (problem.k, problem.v, problem.addends, problem.slopes, args)
     wide = jax.tree.map(lambda a: jnp.zeros(a.shape, dtype), like)
-    sums = _vary(static, _Sums(*wide))
+    sums = _vary(static, Sums(*wide))
 
-    def one(sums: _Sums, i: Array) -> tuple[_Sums, Array]:
+    def one(sums: Sums, i: Array) -> tuple[Sums, Array]:
         change = blocks.cut(i * static.rows, static.rows)
         part = tuple(change(a, 3) for a in rows)
         return _rows_backward(static, i, _row_block(static, problem, i), part, sums)
@@ -215,15 +210,15 @@ def _attend_bwd(static: _Static, res: tuple, cotangents: tuple[Array, Array]):
     else:
         sums, dq = lax.scan(one, sums, jnp.arange(count, dtype=jnp.int32))
         dq = _joined(dq)
-    dsink = _sink_gradient(problem, rows[1], rows[2], none)
-    return (_cotangent(given, sums, dq, dsink),)
+    dsink = sink_gradient(problem, rows[1], rows[2], none)
+    return (cotangent(given, sums, dq, dsink),)
 
 
-def _rows_backward(static: _Static, i: Array, part: Problem, rows: tuple, sums: _Sums):
+def _rows_backward(static: _Static, i: Array, part: Problem, rows: tuple, sums: Sums):
     """Adds what one block of queries gives to the sums; returns its dq too."""
     dtype = _scores.wide_dtype(part)
 
-    def body(j: Array, carry: tuple[Array, _Sums]) -> tuple[Array, _Sums]:
+    def body(j: Array, carry: tuple[Array, Sums]) -> tuple[Array, Sums]:
         dq, sums = carry
         block = _col_block(static, part, j)
         ds, dv, pulled = _block_backward(static, block, rows)
@@ -233,7 +228,7 @@ def _rows_backward(static: _Static, i: Array, part: Problem, rows: tuple, sums: 
         starts = {2: j * static.cols, 3: i * static.rows, 4: j * static.cols}
         addends, slopes, args = pulled
         pairs = zip(sums.addends, addends, strict=True)
-        return dq, _Sums(
+        return dq, Sums(
             _add_at(sums.k, dk, starts, (2,)),
             _add_at(sums.v, dv, starts, (2,)),
             tuple(_add_at(a, g, starts, (3, 4)) for a, g in pairs),
@@ -250,25 +245,16 @@ def _block_backward(static: _Static, block: Problem, rows: tuple[Array, Array, A
     """Gradients of the products q . k, of v, and of what changes the scores."""
     options, dtype = static.options, _scores.wide_dtype(block)
     do, lse, delta = rows
-    floats, rebuild = _floats(block.score_mod_args)
     products = _products("bkgth,bksh->bkgts", block.q, block.k, dtype)
-
-    def modify(products: Array, addends: Any, slopes: Any, args: Any) -> Array:
-        given = block._replace(
-            addends=addends, slopes=slopes, score_mod_args=rebuild(args)
-        )
-        return _scores.modify(options, given, products)
-
-    scores, pull = jax.vjp(modify, products, block.addends, block.slopes, floats)
+    scores, pull = modified(options, block, products)
     found, keep = _seen(static, block), _scores.kept(options, block)
     p = jnp.exp(_scores.hide(block, found, scores) - lse[..., None])
-    p = p if found is None else jnp.where(found, p, jnp.zeros((), dtype))
+    p = _scores.shown(found, p)
     dropped = _scores.drop(options, keep, p).astype(do.dtype)
     dv = _products("bkgts,bkgth->bksh", dropped, do, dtype)
     dp = _products("bkgth,bksh->bkgts", do, block.v, dtype)
     ds = p * (_scores.drop(options, keep, dp) - delta[..., None])
-    if found is not None:  # 0 * NaN of a query that saw one
-        ds = jnp.where(found, ds, jnp.zeros((), dtype))
+    ds = _scores.shown(found, ds)  # 0 * NaN of a query that saw one
     dproducts, *others = pull(ds)
     return dproducts, dv, others
 
@@ -281,59 +267,6 @@ def _add_at(total: Array, part: Array, starts: dict[int, Array], axes: tuple) ->
     ]
     old = lax.dynamic_slice(total, begin, part.shape)
     return lax.dynamic_update_slice(total, old + part.astype(total.dtype), begin)
-
-
-def _sink_gradient(
-    problem: Problem, lse: Array, delta: Array, none: Array
-) -> Array | None:
-    """The sink's probability times what its score changes: ``-p delta``."""
-    if problem.sink is None:
-        return None
-    p = jnp.exp(problem.sink.astype(lse.dtype)[:, :, None] - lse)
-    p = jnp.where(none, jnp.zeros((), lse.dtype), p)
-    return -jnp.sum(p * delta, axis=(0, 3))
-
-
-def _floats(tree: Any) -> tuple[list[Array], Callable[[list[Array]], Any]]:
-    """The differentiable leaves of a tree, and how to put it together again."""
-    leaves, structure = jax.tree.flatten(tree)
-    real = [jnp.issubdtype(jnp.result_type(a), jnp.floating) for a in leaves]
-
-    def rebuild(floats: list[Array]) -> Any:
-        rest = iter(floats)
-        pairs = zip(leaves, real, strict=True)
-        return jax.tree.unflatten(structure, [next(rest) if f else a for a, f in pairs])
-
-    return [a for a, f in zip(leaves, real, strict=True) if f], rebuild
-
-
-def _cotangent(problem: Problem, sums: _Sums, dq: Array, dsink: Array | None) -> Any:
-    """Of the whole Problem, each array with the type of its primal."""
-    _, rebuild = _floats(problem.score_mod_args)
-    none: Any = None  # a cotangent of zeros
-    made = Problem(*[none] * len(Problem._fields))
-    like: Any = cotangent_like
-    primals, _ = _floats(problem.score_mod_args)
-    args = [like(g, a) for g, a in zip(sums.args, primals, strict=True)]
-    pairs = zip(sums.addends, problem.addends, strict=True)
-    return made._replace(
-        q=like(dq, problem.q),
-        k=like(sums.k, problem.k),
-        v=like(sums.v, problem.v),
-        addends=tuple(like(g, a) for g, a in pairs),
-        slopes=None if sums.slopes is None else like(sums.slopes, problem.slopes),
-        sink=None if dsink is None else like(dsink, problem.sink),
-        score_mod_args=_without_integers(rebuild, args, problem.score_mod_args),
-    )
-
-
-def _without_integers(rebuild: Callable, args: list[Array], given: Any) -> Any:
-    made = rebuild(args)
-    return jax.tree.map(
-        lambda g, a: g if jnp.issubdtype(jnp.result_type(a), jnp.floating) else None,
-        made,
-        given,
-    )
 
 
 _attend.defvjp(_attend_fwd, _attend_bwd)

@@ -5,6 +5,7 @@ its examples and heads. On an Explicit mesh the call goes into a ``jax.shard_map
 its own, with the numbers of its examples and heads.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -21,8 +22,20 @@ from te_flax.typing import Array
 Axes = tuple[str, ...]
 
 
-def run(attend: Callable, options: Options, operands: Operands, sizes: Sizes) -> Any:
-    """Runs ``attend(operands, batch, heads)`` on each device's examples and heads."""
+def run(
+    attend: Callable, options: Options, operands: Operands, sizes: Sizes, shared: Any
+) -> Any:
+    """Runs attention on each device's examples and heads.
+
+    Args:
+        attend: ``(axes, operands, batch, heads, shared) -> o, log-sum-exp, others``,
+            with the mesh axes that are manual for it alone and the numbers of its
+            examples and heads; the others are the same on all devices.
+        options: the static part.
+        operands: the arrays.
+        sizes: the dims.
+        shared: arrays that every device sees whole.
+    """
     batch = jnp.arange(sizes.batch, dtype=jnp.int32)
     heads = jnp.arange(sizes.heads, dtype=jnp.int32)
     mesh = jax.typeof(operands.q).sharding.mesh
@@ -33,7 +46,7 @@ def run(attend: Callable, options: Options, operands: Operands, sizes: Sizes) ->
     }
     found = _axes(options, operands)
     if not explicit:
-        return attend(operands, batch, heads)
+        return attend((), operands, batch, heads, shared)
     batch_axes, head_axes = (tuple(a for a in d if a in explicit) for d in found)
     count = 1
     for axis in head_axes:
@@ -43,8 +56,9 @@ def run(attend: Callable, options: Options, operands: Operands, sizes: Sizes) ->
         remedy = "repeat k and v to the heads of q, or shard fewer ways"
         raise refuse("k", rule, sizes.kv_heads, remedy)
     specs = _specs(options, operands, batch_axes, head_axes)
-    specs = (specs, P(batch_axes or None), P(head_axes or None))
-    arrays = (operands, batch, heads)
+    numbers = P(batch_axes or None), P(head_axes or None)
+    specs = (specs, *numbers, jax.tree.map(_whole, shared))
+    arrays = (operands, batch, heads, shared)
     placed = jax.tree.map(
         lambda spec, a: jax.sharding.reshard(a, NamedSharding(mesh, spec)),
         specs,
@@ -54,10 +68,10 @@ def run(attend: Callable, options: Options, operands: Operands, sizes: Sizes) ->
     out = _in_layout(options.layout, batch_axes, head_axes)
     lse = P(batch_axes or None, head_axes or None, None)
     return jax.shard_map(
-        attend,
+        functools.partial(attend, tuple(sorted(explicit))),
         mesh=mesh,
         in_specs=specs,
-        out_specs=(out, lse),
+        out_specs=(out, lse, P()),
         axis_names=explicit,
         check_vma=False,
     )(*placed)
@@ -92,6 +106,10 @@ def _in_layout(layout: str, batch: Axes, heads: Axes) -> Any:
     return P(*(by[d] for d in layout[:3]), None)
 
 
+def _whole(a: Array) -> P:
+    return P(*[None] * jnp.ndim(a))
+
+
 def _specs(options: Options, operands: Operands, batch: Axes, heads: Axes) -> Operands:
     """How every array is cut."""
     b, n = batch or None, heads or None
@@ -112,9 +130,6 @@ def _specs(options: Options, operands: Operands, batch: Axes, heads: Axes) -> Op
     def per_example(a: Array) -> P:
         return P(b, *[None] * (a.ndim - 1))
 
-    def whole(a: Array) -> P:
-        return P(*[None] * jnp.ndim(a))
-
     each = jax.tree.map
     return Operands(
         q=q,
@@ -129,7 +144,7 @@ def _specs(options: Options, operands: Operands, batch: Axes, heads: Axes) -> Op
         kv_seqlen=each(per_example, operands.kv_seqlen),
         offsets=each(per_example, operands.offsets),
         sink=each(lambda _: P(n), operands.sink),
-        dropout_key=each(whole, operands.dropout_key),
-        score_mod_args=each(whole, operands.score_mod_args),
+        dropout_key=each(_whole, operands.dropout_key),
+        score_mod_args=each(_whole, operands.score_mod_args),
         page_table=each(per_example, operands.page_table),
     )

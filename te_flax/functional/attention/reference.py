@@ -19,8 +19,26 @@ def attend(options: Options, problem: Problem) -> tuple[Array, Array]:
     dtype = _scores.wide_dtype(problem)
     q, k, v = (a.astype(dtype) for a in problem[:3])
     products = jnp.einsum("bkgth,bksh->bkgts", q, k)
+    p, lse, none = softmax(options, problem, _scores.modify(options, problem, products))
+    p = _scores.drop(options, _scores.kept(options, problem), p)
+    o = jnp.einsum("bkgts,bksh->bkgth", p, v)
+    # Keeps a cotangent of NaN out of the products.
+    o = jnp.where(none[..., None], jnp.zeros((), dtype), o)
+    return o.astype(problem.q.dtype), lse
+
+
+def softmax(
+    options: Options, problem: Problem, scores: Array
+) -> tuple[Array, Array, Array]:
+    """Probabilities, log-sum-exp, and which queries see nothing.
+
+    Args:
+        options: the static part of the call.
+        problem: the arrays.
+        scores: before any is hidden.
+    """
+    dtype = scores.dtype
     found = _scores.seen(options, problem)
-    scores = _scores.modify(options, problem, products)
     scores = _scores.hide(problem, found, scores)
     top = jnp.max(scores, axis=-1, initial=_scores.lowest(dtype))
     sink = None
@@ -28,22 +46,17 @@ def attend(options: Options, problem: Problem) -> tuple[Array, Array]:
         sink = problem.sink.astype(dtype)[:, :, None]
         top = jnp.maximum(top, sink)
     top = lax.stop_gradient(top)
-    p = jnp.exp(scores - top[..., None])
-    if found is not None:
-        p = jnp.where(found, p, jnp.zeros((), dtype))
+    p = _scores.shown(found, jnp.exp(scores - top[..., None]))
     total = jnp.sum(p, axis=-1)
     if sink is not None:
         total = total + jnp.exp(sink - top)
-    p = _scores.drop(options, _scores.kept(options, problem), p)
-    return finish(jnp.einsum("bkgts,bksh->bkgth", p, v), total, top, problem)
+    none, safe, lse = log_sum(total, top)
+    # 0 / NaN of a query that saw one.
+    return _scores.shown(found, p / safe[..., None]), lse, none
 
 
-def finish(
-    acc: Array, total: Array, top: Array, problem: Problem
-) -> tuple[Array, Array]:
-    """The result from sums of ``exp(score - top)``."""
+def log_sum(total: Array, top: Array) -> tuple[Array, Array, Array]:
+    """From sums of ``exp(score - top)``: which are empty, a divisor, the logarithm."""
     none = total == 0
     safe = jnp.where(none, jnp.ones((), total.dtype), total)
-    o = (acc / safe[..., None]).astype(problem.q.dtype)
-    lse = jnp.where(none, -jnp.inf, top + jnp.log(safe))
-    return o, lse
+    return none, safe, jnp.where(none, -jnp.inf, top + jnp.log(safe))

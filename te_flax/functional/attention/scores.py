@@ -59,6 +59,11 @@ def hide(block: Problem, found: Array | None, scores: Array) -> Array:
     return jnp.where(found, scores, lowest(scores.dtype))
 
 
+def shown(found: Array | None, p: Array) -> Array:
+    """Zeros what hidden keys have, a NaN too."""
+    return p if found is None else jnp.where(found, p, jnp.zeros((), p.dtype))
+
+
 def _modified(options: Options, block: Problem, scores: Array) -> Array:
     """Calls score_mod on ``[B, N, T, S]``."""
     b, k, g, t, s = scores.shape

@@ -1,0 +1,215 @@
+"""FP8 attention, emulated: every product takes FP8 codes and adds up in float32."""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from te_flax.functional.attention import scores as _scores
+from te_flax.functional.attention.gradients import (
+    Sums,
+    cotangent,
+    modified,
+    sink_gradient,
+)
+from te_flax.functional.attention.options import Options
+from te_flax.functional.attention.problem import Problem
+from te_flax.functional.attention.reference import softmax
+from te_flax.ops._op import cotangent_like
+from te_flax.quantize.mailbox import encode
+from te_flax.quantize.per_tensor import TensorQuantizer
+from te_flax.quantize.quantizer import Quantizer, Scale
+from te_flax.typing import Array
+
+FORWARD = ("q", "k", "v", "s", "o")
+BACKWARD = ("do", "dp", "dq", "dk", "dv")
+E4M3, E5M2 = TensorQuantizer(), TensorQuantizer(format="e5m2")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionConfig:
+    """How FP8 attention quantizes, in both passes.
+
+    Attributes:
+        forward: quantizer of q, k, v, of the probabilities s and of o.
+        backward: of do, of the scores' gradient dp, and of dq, dk and dv.
+        amax_axes: manual mesh axes over which an amax is the maximum.
+        report: whether the amaxes of the backward pass leave through the mailbox.
+        impl: kernel rules of every op of both passes.
+
+    Example:
+        >>> import jax.numpy as jnp, te_flax as te
+        >>> q = jnp.ones((1, 8, 2, 16))
+        >>> o, amaxes = te.dot_product_attention(q, q, q, fp8=te.AttentionConfig())
+        >>> amaxes.shape, float(amaxes[0, 0])
+        ((5, 2), 1.0)
+    """
+
+    forward: Quantizer = E4M3
+    backward: Quantizer = E5M2
+    amax_axes: tuple[str, ...] = ()
+    report: bool = False
+    impl: tuple | None = None
+
+
+class AttentionState(NamedTuple):
+    """The arrays beside the operands that FP8 attention asks for.
+
+    Attributes:
+        forward: scales of q, k, v, s and o, float32 ``[5]`` each; None measures them.
+        backward: likewise of do, dp, dq, dk and dv.
+        mailbox: float32 ``[5, 279]``; its cotangent carries the amaxes of do, dp, dq,
+            dk and dv out of the backward pass when ``AttentionConfig.report``.
+
+    Example:
+        >>> AttentionState().mailbox is None
+        True
+    """
+
+    forward: Scale | None = None
+    backward: Scale | None = None
+    mailbox: Array | None = None
+
+
+class _Static(NamedTuple):
+    """The static argument of both passes."""
+
+    options: Options
+    config: AttentionConfig
+    axes: tuple[str, ...]
+
+
+class _Codes(NamedTuple):
+    """One quantized array: codes, the factor that undoes the scale, the amax."""
+
+    data: Array
+    scale_inv: Array
+    amax: Array
+
+    @property
+    def values(self) -> Array:
+        """What the codes stand for, in float32."""
+        return self.data.astype(jnp.float32) * self.scale_inv
+
+
+def attend(
+    config: AttentionConfig,
+    options: Options,
+    axes: tuple[str, ...],
+    problem: Problem,
+    state: AttentionState,
+) -> tuple[Array, Array, Array]:
+    """As :func:`te_flax.functional.attention.reference.attend`, with FP8 products.
+
+    ``s = softmax(scale q . k)``, ``o = s . v``; backwards ``dv = s^T do``,
+    ``dp = s (do . v - sum(do o))``, ``dq = scale dp . k``, ``dk = scale dp^T q``. All
+    ten arrays are rounded to FP8 by their own scales.
+
+    Args:
+        config: quantizers.
+        options: the static part of the call.
+        axes: mesh axes that a surrounding shard_map of ours has made manual.
+        problem: the arrays.
+        state: scales and mailbox.
+
+    Returns:
+        o, log-sum-exp, and the amaxes of q, k, v, s and o, float32 ``[5, 2]``.
+    """
+    made: Any = _attend(_Static(options, config, axes), problem, state)
+    return made
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(static: _Static, problem: Problem, state: AttentionState):
+    return _attend_fwd(static, problem, state)[0]
+
+
+def _attend_fwd(static: _Static, problem: Problem, state: AttentionState):
+    given = zip(FORWARD, (problem.q, problem.k, problem.v), strict=False)
+    q, k, v = (_quantize(static, state, name, a) for name, a in given)
+    products = _product("bkgth,bksh->bkgts", q, k)
+    scores = _scores.modify(static.options, problem, products)
+    p, lse, none = softmax(static.options, problem, scores)
+    keep = _scores.kept(static.options, problem)
+    s = _quantize(static, state, "s", _scores.drop(static.options, keep, p))
+    o = _product("bkgts,bksh->bkgth", s, v)
+    o = _quantize(static, state, "o", jnp.where(none[..., None], jnp.float32(0), o))
+    amaxes = jnp.stack([a.amax for a in (q, k, v, s, o)])
+    out = (o.values.astype(problem.q.dtype), lse, amaxes)
+    return out, (problem, state, q, k, v, o, lse)
+
+
+def _attend_bwd(static: _Static, res: tuple, cotangents: tuple):
+    problem, state, q, k, v, o, lse = res
+    options, (do, dlse, _) = static.options, cotangents
+    none, zero = lse == -jnp.inf, jnp.float32(0)
+    do = jnp.where(none[..., None], jnp.zeros((), do.dtype), do)
+    do = _quantize(static, state, "do", do)
+    lse = jnp.where(none, zero, lse)
+    delta = jnp.where(none, zero, jnp.sum(do.values * o.values, axis=-1) - dlse)
+    products = _product("bkgth,bksh->bkgts", q, k)
+    scores, pull = modified(options, problem, products)
+    found, keep = _scores.seen(options, problem), _scores.kept(options, problem)
+    p = jnp.exp(_scores.hide(problem, found, scores) - lse[..., None])
+    p = _scores.shown(found, p)
+    s = _quantize(static, state, "s", _scores.drop(options, keep, p))
+    dv = _quantize(static, state, "dv", _product("bkgts,bkgth->bksh", s, do))
+    ds = _scores.drop(options, keep, _product("bkgth,bksh->bkgts", do, v))
+    ds = _scores.shown(found, p * (ds - delta[..., None]))
+    dp = _quantize(static, state, "dp", ds)
+    dproducts, addends, slopes, args = pull(dp.values)
+    dq = _times("bkgts,bksh->bkgth", dproducts, k)
+    dk = _times("bkgts,bkgth->bksh", dproducts, q)
+    dq, dk = (_quantize(static, state, n, a) for n, a in (("dq", dq), ("dk", dk)))
+    sums = Sums(dk.values, dv.values, addends, slopes, args)
+    dsink = sink_gradient(problem, lse, delta, none)
+    mail = _mail(static, state, [a.amax for a in (do, dp, dq, dk, dv)])
+    nothing: Any = None  # a cotangent of zeros
+    return cotangent(problem, sums, dq.values, dsink), AttentionState(
+        nothing, nothing, mail
+    )
+
+
+_attend.defvjp(_attend_fwd, _attend_bwd)
+
+
+def _quantize(static: _Static, state: AttentionState, name: str, x: Array) -> _Codes:
+    forward = name in FORWARD
+    names = FORWARD if forward else BACKWARD
+    quantizer = static.config.forward if forward else static.config.backward
+    known = state.forward if forward else state.backward
+    made = quantizer(
+        x,
+        k_ndim=1,
+        rowwise=True,
+        colwise=False,
+        scale=None if known is None else Scale(*(a[names.index(name)] for a in known)),
+        amax_axes=(*static.config.amax_axes, *static.axes),
+        impl=static.config.impl,
+    )
+    copy: Any = made.rowwise
+    return _Codes(copy.data, copy.scale, made.amax)  # pyright: ignore[reportArgumentType]
+
+
+def _product(axes: str, a: _Codes, b: _Codes) -> Array:
+    """Of codes, then both scales one after the other: their product may overflow."""
+    return _times(axes, a.data.astype(jnp.float32), b) * a.scale_inv
+
+
+def _times(axes: str, a: Array, b: _Codes) -> Array:
+    return jnp.einsum(axes, a, b.data.astype(jnp.float32)) * b.scale_inv
+
+
+def _mail(static: _Static, state: AttentionState, amaxes: list[Array]) -> Any:
+    """The mailbox's cotangent; a shard_map of ours adds up those of its devices."""
+    if state.mailbox is None:
+        return None
+    letter = jnp.zeros_like(state.mailbox)
+    if static.config.report:
+        letter = encode(jnp.stack(amaxes))
+        for axis in static.axes:
+            letter = letter / lax.axis_size(axis)
+    return cotangent_like(letter, state.mailbox)
