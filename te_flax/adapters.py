@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn import dtypes
 
+from te_flax.layers.attention import DotProductAttention
 from te_flax.layers.dense_general import DenseGeneral
 from te_flax.layers.einsum import Einsum
 from te_flax.layers.kv_cache import CACHED
@@ -18,7 +19,7 @@ from te_flax.layers.multi_head_attention import MultiHeadAttention
 from te_flax.layers.norm import LayerNorm, RMSNorm
 from te_flax.paths import places, variables
 from te_flax.recipe.base import Recipe
-from te_flax.recipe.state import Fp8Rounding, Fp8State
+from te_flax.recipe.state import Fp8Rounding, Fp8Statistics
 from te_flax.typing import FLOATS
 
 NORMS: dict[type, type] = {nnx.LayerNorm: LayerNorm, nnx.RMSNorm: RMSNorm}
@@ -207,7 +208,7 @@ def stacked_dims(layer: Any) -> tuple[int, ...]:
 def _stack(layer: Any, dims: tuple[int, ...]) -> None:
     """Gives each of the stacked layers its own FP8 state, differently seeded."""
     for place in places(layer) if dims else ():
-        if isinstance(place.module, Fp8State):
+        if isinstance(place.module, Fp8Statistics):
             for variable in variables(place.module).values():
                 value = variable.get_value()
                 value = jnp.broadcast_to(value, (*dims, *value.shape))
@@ -325,7 +326,7 @@ def _refuse_attention(module: nnx.MultiHeadAttention) -> str | None:
 
 def _construct_attention(module: nnx.MultiHeadAttention, options: Options):
     """The shell; the projections and norms inside are converted by themselves."""
-    return nnx.eval_shape(
+    shell = nnx.eval_shape(
         lambda: MultiHeadAttention(
             module.num_heads,
             module.in_features,
@@ -338,6 +339,16 @@ def _construct_attention(module: nnx.MultiHeadAttention, options: Options):
             rngs=nnx.Rngs(0),
         )
     )
+    shell.core_attention = DotProductAttention(
+        module.num_heads,
+        module.head_dim,
+        num_kv_heads=module.num_kv_heads,
+        recipe=options.recipe,
+        amax_history_len=options.amax_history_len,
+        rngs=nnx.Rngs(0),
+    )
+    _stack(shell.core_attention, stacked_dims(module.query))
+    return shell
 
 
 # The classes of flax.nnx that are replaced.

@@ -16,8 +16,12 @@ from te_flax.functional.attention.checks import scale_of, window_of
 from te_flax.functional.attention.options import MASK_TYPES, SOFTMAX_TYPES
 from te_flax.layers import _arguments
 from te_flax.layers._dropout import dropout_key, make_dropout
+from te_flax.layers._fp8 import attention_fp8
 from te_flax.layers._head_options import head_counts
 from te_flax.layers._params import init_param
+from te_flax.recipe.attention import Fp8AttentionState
+from te_flax.recipe.base import Recipe
+from te_flax.recipe.context import resolve
 from te_flax.typing import Array, Axes, Initializer
 
 ZEROS = nnx.initializers.zeros_init()
@@ -74,6 +78,10 @@ class DotProductAttention(nnx.Module):
         score_mod: function that changes the scores, as in
             :func:`te_flax.dot_product_attention`.
         implementation: as there; None chooses.
+        recipe: beats the recipe of :func:`te_flax.autocast`; None follows it. Attention
+            is quantized under ``te.DelayedScaling(fp8_attention=True)`` alone.
+        amax_history_len: entries of the amax histories; None takes the recipe's in
+            context, else 1024.
         param_dtype: of ``softmax_offset``.
         rngs: keys for the dropout and the parameter.
 
@@ -116,6 +124,8 @@ class DotProductAttention(nnx.Module):
         softmax_offset_axes: Axes | None = None,
         score_mod: Callable[..., Array] | None = None,
         implementation: str | None = None,
+        recipe: Recipe | None = None,
+        amax_history_len: int | None = None,
         param_dtype: Any = jnp.float32,
         rngs: nnx.Rngs,
     ):
@@ -144,6 +154,9 @@ class DotProductAttention(nnx.Module):
         self.dropout = make_dropout(
             _WHERE, "dropout_rate", dropout_rate, dropout_rng_name, rngs
         )
+        self.recipe = recipe
+        with part_of(_WHERE):
+            self.fp8 = Fp8AttentionState(amax_history_len, recipe=recipe)
         self.softmax_offset = nnx.data(None)
         if softmax_type == "learnable":
             shape = (self.num_heads,)
@@ -233,6 +246,7 @@ class DotProductAttention(nnx.Module):
         padding = (segment_ids, q_seqlen, kv_seqlen)
         if mask is not None and all(a is None for a in padding):
             mask_type = _WITHOUT_PADDING.get(mask_type, mask_type)  # the mask tells it
+        fp8 = attention_fp8(resolve(self.recipe), self.fp8)
         with part_of(_WHERE, **_NAMES):
             out: Any = dot_product_attention(
                 query,
@@ -257,7 +271,11 @@ class DotProductAttention(nnx.Module):
                 score_mod=self.score_mod,
                 score_mod_args=score_mod_args,
                 implementation=self.implementation,
+                fp8=fp8,
             )
+        if fp8 is not None:
+            out, amaxes = out
+            self.fp8.push(amaxes)
         if batch is not None:
             out = out.reshape(*batch, *out.shape[1:])
         return checkpoint_name(out.astype(narrow), self.context_checkpoint_name)

@@ -73,6 +73,7 @@ _ATTENTION = (
     "param_dtype",
     "rngs",
 )
+_STATE = ("recipe", "amax_history_len")
 
 
 class MultiHeadAttention(KVCache):
@@ -265,6 +266,7 @@ class MultiHeadAttention(KVCache):
                 self.head_dim,
                 scale_factor=None if scale_attn_logits else 1.0,
                 **{name: given[name] for name in _ATTENTION},
+                **{name: dense[name] for name in _STATE if name in dense},
             )
         make_out(self, given, "output_proj" in scope, common)
         self._no_cache()

@@ -141,3 +141,23 @@ def test_graph_modes(mode):
             value, _ = te.value_and_grad(lambda m, x: jnp.sum(m(x) ** 2))(layer, x)
     assert np.isfinite(value)
     pushed_once(layer, "delayed_scaling")
+
+
+def test_fp8_attention_keeps_its_statistics():
+    """One amax of each of ten arrays a step; frozen ones in evaluation."""
+    recipe = te.DelayedScaling(amax_history_len=4, fp8_attention=True)
+    layer, x = mha(recipe=recipe, attn_mask_type="causal"), data((B, T, F))
+    y, _, _ = step(layer, (x,), data((B, T, F), 1))
+    for _ in range(2):
+        y, _, _ = step(layer, (x,), data((B, T, F), 1))
+    state = layer.core_attention.fp8
+    assert state.forward.shape == (5, 4)
+    for history in (state.forward, state.dy):
+        assert ((np.asarray(history) > 0) == [True, True, True, False]).all()
+    plain = mha(recipe=te.DelayedScaling(amax_history_len=4), attn_mask_type="causal")
+    nnx.update(plain, nnx.state(layer, nnx.Param))
+    held_to_format("delayed_scaling", ((y, plain(x)),))
+    layer.eval()
+    before = np.asarray(state.forward)
+    layer(x)
+    np.testing.assert_array_equal(state.forward, before)
