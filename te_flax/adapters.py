@@ -10,12 +10,16 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn import dtypes
 
+from te_flax.layers.attention import DotProductAttention
 from te_flax.layers.dense_general import DenseGeneral
+from te_flax.layers.einsum import Einsum
+from te_flax.layers.kv_cache import CACHED
 from te_flax.layers.layer_norm_dense_general import LayerNormDenseGeneral
+from te_flax.layers.multi_head_attention import MultiHeadAttention
 from te_flax.layers.norm import LayerNorm, RMSNorm
 from te_flax.paths import places, variables
 from te_flax.recipe.base import Recipe
-from te_flax.recipe.state import Fp8Rounding, Fp8State
+from te_flax.recipe.state import Fp8Rounding, Fp8Statistics
 from te_flax.typing import FLOATS
 
 NORMS: dict[type, type] = {nnx.LayerNorm: LayerNorm, nnx.RMSNorm: RMSNorm}
@@ -66,12 +70,21 @@ class Adapter:
         construct: makes the new layer; its parameters are replaced afterwards.
         parameters: names of the variables that both layers have.
         gemm: whether the layer has a GEMM.
+        children: attributes that both have and that are converted by themselves.
+        blank: arguments that construct some layer of the class.
     """
 
     refuse: Callable[[Any], str | None]
     construct: Callable[[Any, Options], nnx.Module]
     parameters: tuple[str, ...]
     gemm: bool
+    children: tuple[str, ...] = ()
+    blank: tuple[Any, ...] = (1, 1)
+
+    @property
+    def held(self) -> tuple[str, ...]:
+        """The attributes that are no options."""
+        return (*self.parameters, *self.children)
 
 
 def adapter(module: Any) -> Adapter | None:
@@ -107,7 +120,7 @@ def refusal(module: Any, ancestors: Sequence[Any] = ()) -> str | None:
     if type(module) not in ADAPTERS:
         return f"{class_name(type(module))} may compute something else than its base"
     held = vars(module)
-    more = [n for n, v in held.items() if nnx.is_data(v) and n not in kind.parameters]
+    more = [n for n, v in held.items() if nnx.is_data(v) and n not in kind.held]
     more = [name for name in more if not name.startswith("_pytree__")]
     if more:
         return f"it holds more than its parameters: {', '.join(more)}"
@@ -143,13 +156,13 @@ def replacement(module: Any, options: Options) -> nnx.Module:
 
 def adopt(layer: Any, module: Any) -> None:
     """Gives a new layer the variables of a layer of flax.nnx, and notes its origin."""
-    parameters = ADAPTERS[type(module)].parameters
-    for name in parameters:
+    kind = ADAPTERS[type(module)]
+    for name in kind.parameters:
         setattr(layer, name, nnx.data(getattr(module, name)))
     static = (
         (name, value)
         for name, value in vars(module).items()
-        if name not in parameters and not name.startswith("_pytree__")
+        if name not in kind.held and not name.startswith("_pytree__")
     )
     layer.converted_from = Source(type(module), tuple(static))
     _stack(layer, stacked_dims(layer))
@@ -158,15 +171,22 @@ def adopt(layer: Any, module: Any) -> None:
 def original(layer: Any) -> nnx.Module:
     """Makes the layer that a converted layer was, sharing its variables."""
     source: Source = layer.converted_from
-    parameters = ADAPTERS[source.kind].parameters
-    sizes = (1,) if "num_features" in dict(source.attributes) else (1, 1)
-    module = nnx.eval_shape(lambda: source.kind(*sizes, rngs=nnx.Rngs(0)))
-    values = {name: nnx.data(getattr(layer, name)) for name in parameters}
+    kind = ADAPTERS[source.kind]
+    module = nnx.eval_shape(lambda: source.kind(*kind.blank, rngs=nnx.Rngs(0)))
+    values = {name: nnx.data(getattr(layer, name)) for name in kind.parameters}
+    values |= {name: nnx.data(None) for name in kind.children}  # places for them
     for name in [n for n in vars(module) if not n.startswith("_pytree__")]:
         delattr(module, name)
     for name, value in (*values.items(), *source.attributes):
         setattr(module, name, value)
     return module
+
+
+def children(module: Any) -> tuple[str, ...]:
+    """The attributes that stay when a layer is replaced, or gets its old class back."""
+    source = getattr(module, "converted_from", None)
+    kind = adapter(module) if source is None else ADAPTERS[source.kind]
+    return () if kind is None else kind.children
 
 
 def class_name(kind: type) -> str:
@@ -188,7 +208,7 @@ def stacked_dims(layer: Any) -> tuple[int, ...]:
 def _stack(layer: Any, dims: tuple[int, ...]) -> None:
     """Gives each of the stacked layers its own FP8 state, differently seeded."""
     for place in places(layer) if dims else ():
-        if isinstance(place.module, Fp8State):
+        if isinstance(place.module, Fp8Statistics):
             for variable in variables(place.module).values():
                 value = variable.get_value()
                 value = jnp.broadcast_to(value, (*dims, *value.shape))
@@ -236,8 +256,9 @@ def _construct_dense(module: Any, options: Options) -> nnx.Module:
 
 def dense_keywords(module: Any, options: Options) -> dict[str, Any]:
     """The keywords of a dense layer that a linear layer of flax.nnx determines."""
+    bias = {} if isinstance(module, nnx.Einsum) else {"use_bias": module.use_bias}
     return {
-        "use_bias": module.use_bias,
+        **bias,
         "dtype": module.dtype,
         "param_dtype": module.param_dtype,
         "precision": module.precision,
@@ -282,11 +303,72 @@ def _construct_norm(module: Any, options: Options) -> nnx.Module:
     )
 
 
+def _refuse_einsum(module: nnx.Einsum) -> str | None:
+    if module.einsum_op is not jnp.einsum:
+        return "its einsum_op is not jnp.einsum"
+    if module.einsum_str is None:
+        return "its einsum_str comes with each call"
+    return _refuse_shape(module, tuple(module.kernel_shape))
+
+
+def _construct_einsum(module: nnx.Einsum, options: Options) -> nnx.Module:
+    keywords = dense_keywords(module, options)
+    return Einsum(module.einsum_str, module.kernel_shape, module.bias_shape, **keywords)
+
+
+def _refuse_attention(module: nnx.MultiHeadAttention) -> str | None:
+    if module.attention_fn is not nnx.dot_product_attention:
+        return "its attention_fn is not nnx.dot_product_attention"
+    if module.dropout_rate > 0:
+        return "its dropout is drawn once for all examples and heads, or has its stream"
+    return None
+
+
+def _construct_attention(module: nnx.MultiHeadAttention, options: Options):
+    """The shell; the projections and norms inside are converted by themselves."""
+    shell = nnx.eval_shape(
+        lambda: MultiHeadAttention(
+            module.num_heads,
+            module.in_features,
+            module.qkv_features,
+            module.out_features,
+            module.num_kv_heads,
+            module.in_kv_features,
+            fuse_qkv_params=False,
+            decode=bool(module.decode),
+            rngs=nnx.Rngs(0),
+        )
+    )
+    shell.core_attention = DotProductAttention(
+        module.num_heads,
+        module.head_dim,
+        num_kv_heads=module.num_kv_heads,
+        recipe=options.recipe,
+        amax_history_len=options.amax_history_len,
+        rngs=nnx.Rngs(0),
+    )
+    _stack(shell.core_attention, stacked_dims(module.query))
+    return shell
+
+
 # The classes of flax.nnx that are replaced.
+_PROJECTIONS = ("query", "key", "value", "out", "query_ln", "key_ln")
 _DENSE = ("kernel", "bias")
 ADAPTERS = {
     nnx.Linear: Adapter(_refuse_linear, _construct_dense, _DENSE, True),
     nnx.LinearGeneral: Adapter(_refuse_linear_general, _construct_dense, _DENSE, True),
-    nnx.LayerNorm: Adapter(_refuse_norm, _construct_norm, ("scale", "bias"), False),
-    nnx.RMSNorm: Adapter(_refuse_norm, _construct_norm, ("scale",), False),
+    nnx.LayerNorm: Adapter(
+        _refuse_norm, _construct_norm, ("scale", "bias"), False, blank=(1,)
+    ),
+    nnx.RMSNorm: Adapter(_refuse_norm, _construct_norm, ("scale",), False, blank=(1,)),
+    nnx.Einsum: Adapter(
+        _refuse_einsum, _construct_einsum, _DENSE, True, blank=("a,ab->b", (1, 1))
+    ),
+    nnx.MultiHeadAttention: Adapter(
+        _refuse_attention,
+        _construct_attention,
+        parameters=(),
+        gemm=False,
+        children=(*_PROJECTIONS, *CACHED),
+    ),
 }

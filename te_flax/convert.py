@@ -10,6 +10,7 @@ from flax import nnx
 from te_flax.adapters import (
     Options,
     adapter,
+    children,
     original,
     refusal,
     replacement,
@@ -35,7 +36,8 @@ def convert(
     """Returns the model with layers of flax.nnx replaced by layers of te_flax.
 
     ``nnx.Linear`` and ``nnx.LinearGeneral`` become :class:`te_flax.DenseGeneral`,
-    ``nnx.LayerNorm`` and ``nnx.RMSNorm`` the te_flax layers of the same names. As with
+    ``nnx.LayerNorm``, ``nnx.RMSNorm``, ``nnx.Einsum`` and ``nnx.MultiHeadAttention``,
+    whose projections count as layers too, the te_flax layers of the same names. As with
     ``nnx.view`` the argument does not change; the result has new modules around the
     *same* variables, so parameters keep their values, paths, metadata and sharding,
     training one model trains the other, and a shared layer stays shared.
@@ -47,7 +49,8 @@ def convert(
         model: a module, or a pytree that holds modules.
         rules: a recipe, or None, for every layer; or (pattern, action) pairs of which
             the last match decides. A pattern is a glob for the layer's path, as
-            ``"blocks/*/mlp/wi"``; ``*`` matches ``/`` too. An action is a recipe
+            ``"blocks/*/mlp/wi"``; ``*`` matches ``/`` too; that of an attention names
+            its projections with it. An action is a recipe
             (None: the layer follows ``te.autocast``; ``te.HIGH_PRECISION``: never
             quantized), ``"skip"`` (not replaced) or a :class:`te_flax.Fuse`, whose
             pattern names the module that holds both layers. A layer that no pattern
@@ -192,7 +195,7 @@ def _chosen(
             names = [p.name for p in found if adapter(p.module) is None]
             rule = f"name a module that holds {action.norm} and {action.linear}"
         else:
-            matched = [p for p in layers if fnmatch.fnmatchcase(p.name, pattern)]
+            matched = [p for p in layers if _matches(p, pattern)]
             names = [p.name for p in layers]
             rule = "match the path of a layer"
         if not matched:
@@ -201,6 +204,14 @@ def _chosen(
             raise ValueError(message("convert", "rules", rule, repr(pattern), remedy))
         actions |= {id(place.module): action for place in matched}
     return actions, norms
+
+
+def _matches(place: Place, pattern: str) -> bool:
+    """Whether a pattern names a layer, or the attention that it is a part of."""
+    names = [place.name]
+    if place.ancestors and place.path[-1] in children(place.ancestors[-1]):
+        names.append("/".join(map(str, place.path[:-1])))
+    return any(fnmatch.fnmatchcase(name, pattern) for name in names)
 
 
 def _has_gemm(module: Any) -> bool:
@@ -218,7 +229,10 @@ def _with(model: Any, new: dict[int, nnx.Module]) -> Any:
             # The object stays: it may sit in a tuple, or in several places.
             layer = new.pop(id(place.module))
             object.__setattr__(module, "__class__", type(layer))
-            held = dict(vars(layer))
+            # Parts that are layers themselves have their own turn.
+            kept = children(place.module)
+            held = {n: vars(module)[n] for n in vars(place.module) if n in kept}
+            held |= {n: v for n, v in vars(layer).items() if n not in kept}
         elif type(module) is type(place.module):
             # Cloning sorts attributes; their first order is that of the layers.
             held = {name: vars(module)[name] for name in vars(place.module)}

@@ -124,6 +124,39 @@ TRANSFORMER_ENGINE = {
     + "intermediate_hidden_dropout_dims layernorm_input_axes dot_1_input_axes "
     + "dot_2_input_axes ffn1_ckpt_name ffn2_ckpt_name",
 }
+HEADS = "head_dim num_attention_heads num_gqa_groups "
+SCORES = "window_size softmax_type score_mod score_mod_bprop "
+ROTARY = "enable_rotary_pos_emb rotary_pos_emb_windows rotary_pos_emb_group_method "
+PROJECTIONS = "low_rank_adaptation_scope low_rank_adaptation_dim "
+PROJECTIONS += "low_rank_adaptation_alpha use_bias bias_init dtype fuse_qkv_params "
+PROJECTIONS += "transpose_batch_sequence enable_sequence_parallel scale_attn_logits "
+PROJECTIONS += "scaled_query_init layernorm_type layernorm_epsilon zero_centered_gamma "
+TRANSFORMER_ENGINE |= {
+    "DotProductAttention": HEADS
+    + SCORES
+    + "attention_dropout attn_mask_type attn_bias_type dtype dropout_rng_name "
+    + "float32_logits qkv_layout scale_factor transpose_batch_sequence "
+    + "max_segments_per_seq context_parallel_causal_load_balanced "
+    + "context_parallel_axis context_parallel_strategy context_checkpoint_name",
+    "MultiHeadAttention": HEADS
+    + SCORES
+    + ROTARY
+    + PROJECTIONS
+    + "attention_dropout dropout_rng_name input_layernorm return_layernorm_output "
+    + "kernel_init attn_mask_type attn_bias_type float32_logits",
+    "RelativePositionBiases": "num_buckets max_distance num_attention_heads "
+    + "embedding_init embedding_axes dtype",
+    "TransformerLayer": SCORES
+    + ROTARY
+    + PROJECTIONS
+    + "hidden_size mlp_hidden_size num_attention_heads num_gqa_groups hidden_dropout "
+    + "hidden_dropout_dims attention_dropout intermediate_dropout "
+    + "intermediate_dropout_dims dropout_rng_name mha_kernel_init mlp_kernel_init "
+    + "mlp_activations mlp_activation_params layer_type self_attn_mask_type "
+    + "apply_residual_connection_post_layernorm output_layernorm "
+    + "float32_attention_logits self_attn_bias_type enable_relative_embedding "
+    + "relative_embedding drop_path",
+}
 
 
 def accepted(layer):

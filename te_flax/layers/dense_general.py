@@ -81,6 +81,8 @@ class DenseGeneral(nnx.Module):
     al. 2022, "FP8 Formats for Deep Learning" (arXiv:2209.05433), section 2.
     """
 
+    kernel_order: tuple[int, ...] | None = None  # of the kernel's dims, where another
+
     def __init__(
         self,
         in_features: int | Sequence[int],

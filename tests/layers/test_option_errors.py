@@ -16,20 +16,39 @@ LAYERS = {
     te.RMSNorm: (4,),
     te.LayerNormDenseGeneral: (4, 6),
     te.LayerNormMLP: (4, 6),
+    te.Einsum: ("bd,dh->bh", (4, 6)),
+    te.DotProductAttention: (2, 4),
+    te.MultiHeadAttention: (2, 4),
+    te.TransformerLayer: (4, 8, 2),
+    te.RelativePositionBiases: (8, 16, 2),
 }
-CHECKED = {"layernorm_type"}  # names with a rule of their own
+# Names with a rule of their own.
+CHECKED = {"layernorm_type", "layer_type", "attention_type", "softmax_type"}
+CHECKED |= {"attn_mask_type", "self_attn_mask_type", "low_rank_adaptation_scope"}
+CHECKED |= {"rotary_pos_emb_group_method"}
+
+
+# Arguments of DenseGeneral that do not go on under their names.
+PROJECTIONS = {"axis", "enable_low_rank_adaptation", "kernel_axes", "bias_axes"}
+REFUSED = {
+    te.LayerNormDenseGeneral: {"axis", "input_axes"},
+    te.LayerNormMLP: {"axis", "input_axes", "kernel_axes", "bias_axes"},
+    te.Einsum: {"axis", "use_bias"},
+    te.MultiHeadAttention: PROJECTIONS,
+    te.TransformerLayer: PROJECTIONS,
+}
 
 
 def _parameters(layer):
-    """All keywords of a layer, those that it hands on to DenseGeneral included."""
-    own = dict(inspect.signature(layer.__init__).parameters)
-    if "dense" in own:
-        own = dict(inspect.signature(te.DenseGeneral.__init__).parameters) | own
-        for name in ("axis", "input_axes"):
-            own.pop(name)
-        if layer is te.LayerNormMLP:
-            own.pop("kernel_axes")
-            own.pop("bias_axes")
+    """All keywords of a layer, those that it hands on included."""
+    of = lambda layer: dict(inspect.signature(layer.__init__).parameters)
+    own = of(layer)
+    if "attention" in own:
+        axes = {n: p for n, p in of(te.MultiHeadAttention).items() if "_axes" in n}
+        own = axes | own
+    if layer in REFUSED:
+        dense = of(te.DenseGeneral)
+        own = {n: p for n, p in dense.items() if n not in REFUSED[layer]} | own
     return own
 
 

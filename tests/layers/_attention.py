@@ -1,0 +1,97 @@
+"""What the tests of the attention layers share."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from _fused import FAST, context
+from flax import nnx
+
+import te_flax as te
+
+
+def mha(*sizes, seed=0, **kwargs):
+    return te.MultiHeadAttention(*(sizes or (4, 32)), rngs=nnx.Rngs(seed), **kwargs)
+
+
+def block(*sizes, seed=0, **kwargs):
+    sizes = sizes or (32, 64, 4)
+    return te.TransformerLayer(*sizes, rngs=nnx.Rngs(seed), **kwargs)
+
+
+@nnx.jit
+def _step(layer, inputs, dy):
+    """y, the inputs' gradients and the layer's."""
+
+    def loss(layer, inputs):
+        y = layer(*inputs)
+        return jnp.sum(y.astype(jnp.float32) * dy.astype(jnp.float32)), y
+
+    return te.grad(loss, argnums=(0, 1), has_aux=True)(layer, inputs)
+
+
+def step(layer, inputs, dy, recipe=None):
+    """The results of a training step; its program is large, so compiled fast."""
+    with context(recipe):
+        run = _step.lower(layer, inputs, dy).compile(FAST)
+        (grads, dx), y = run(layer, inputs, dy)
+    return y, dx, grads
+
+
+@nnx.jit
+def forward(layer, *inputs, **arrays):
+    """The result of a call."""
+    return layer(*inputs, **arrays)
+
+
+def params(layer, seed=None):
+    """The parameters as float64 numpy; with a seed they become other ones first."""
+    state = nnx.state(layer, nnx.Param)
+    if seed is not None:
+        rng = np.random.default_rng(seed)
+        draw = lambda a: a + jnp.asarray(0.1 * rng.standard_normal(a.shape), a.dtype)
+        nnx.update(layer, jax.tree.map(draw, state))
+        state = nnx.state(layer, nnx.Param)
+    return jax.tree.map(lambda a: np.asarray(a, np.float64), nnx.to_pure_dict(state))
+
+
+def projections(layer):
+    """Every layer with a GEMM inside of one, by path."""
+    return {
+        "/".join(map(str, path)): module
+        for path, module in nnx.iter_modules(layer)
+        if isinstance(module, te.DenseGeneral)
+    }
+
+
+def decoded(layer, inputs, *more, chunks=None):
+    """The outputs of token after token, along the axis of the tokens."""
+    axis = 0 if layer.transpose_batch_sequence else 1
+    run = nnx.jit(functools.partial(_decode, more=more))
+    layer.init_cache(inputs.shape)
+    found, start = [], 0
+    for count in chunks or (1,) * inputs.shape[axis]:
+        part = jax.lax.slice_in_dim(inputs, start, start + count, axis=axis)
+        found.append(run(layer, part))
+        start += count
+    return jnp.concatenate(found, axis)
+
+
+def _decode(layer, x, more):
+    return layer(x, *more, decode=True)
+
+
+def held_to_format(recipe, pairs):
+    """Asserts that results are off by the format's error, and not by much more."""
+    limit = 0.5 if "nvfp4" in recipe else 0.15
+    for got, plain in pairs:
+        error = np.linalg.norm(got - plain) / np.linalg.norm(plain)
+        assert 0 < error < limit, error
+
+
+def pushed_once(layer, recipe):
+    """Asserts that every GEMM pushed one amax of x and of dy under delayed scaling."""
+    for name, gemm in projections(layer).items():
+        pushed = [int((h[...] > 0).sum()) for h in (gemm.fp8.x, gemm.fp8.dy)]
+        assert pushed == [recipe == "delayed_scaling"] * 2, name
