@@ -6,6 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
+import jax
+
 import te_flax as te
 from examples.errors import InputError, invalid
 
@@ -61,10 +63,14 @@ def check_writable(option: str, path: Path | None) -> None:
 
 
 def exit_code(command: Callable[[], None]) -> int:
-    """Runs the command; an InputError becomes one line on stderr and exit code 2."""
+    """Runs the command; an InputError becomes one line on stderr and exit code 2.
+
+    Of the processes of one run, which meet the same error, the first prints it.
+    """
     try:
         command()
     except InputError as error:
-        print(error, file=sys.stderr)
+        if jax.process_index() == 0:
+            print(error, file=sys.stderr)
         return 2
     return 0

@@ -18,6 +18,7 @@ class Report:
     Args:
         title: in front of the progress bar.
         steps: training steps of the whole run.
+        done: those of them that an earlier run did.
         metrics: file for a JSON line per epoch, or None.
         earlier: metrics of the epochs before this run, of one that it resumes.
         quiet: whether to show and write nothing, as all processes but one should.
@@ -28,6 +29,7 @@ class Report:
         title: str,
         steps: int,
         *,
+        done: int = 0,
         metrics: Path | None,
         earlier: Sequence[Metrics] = (),
         quiet: bool = False,
@@ -35,7 +37,7 @@ class Report:
         self.console = Console(quiet=quiet)
         columns = "{task.description}", BarColumn(), MofNCompleteColumn()
         self.progress = Progress(*columns, TimeElapsedColumn(), console=self.console)
-        self.task = self.progress.add_task(title, total=steps)
+        self.task = self.progress.add_task(title, total=steps, completed=done)
         self.metrics = None if quiet else metrics
         self.history: list[Metrics] = list(earlier)
         if self.metrics is not None:

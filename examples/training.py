@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
@@ -14,15 +15,23 @@ import te_flax as te
 
 MAX_NONFINITE = 10  # steps in a row; then the run is allowed to fail visibly
 Batch = tuple[Any, Any]  # inputs and labels: NumPy's or JAX's
+Counts = tuple[Any, Any]  # of right answers and of answers
 Metrics = dict[str, float]
 
 
-def loss_fn(model: nnx.Module, batch: Batch) -> tuple[jax.Array, jax.Array]:
-    """Returns the mean cross entropy of a batch and its number of right answers."""
+def loss_fn(model: nnx.Module, batch: Batch) -> tuple[jax.Array, Counts]:
+    """Returns the mean cross entropy, and how many answers are right, of how many.
+
+    A row with a label below 0 only fills the batch up, and counts for nothing.
+    """
     inputs, labels = batch
     logits = model(inputs)  # pyright: ignore[reportCallIssue]
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
-    return losses.mean(), (logits.argmax(axis=-1) == labels).sum()
+    counts = labels >= 0
+    losses = optax.softmax_cross_entropy_with_integer_labels(
+        logits, jnp.maximum(labels, 0)
+    )
+    right = logits.argmax(axis=-1) == labels
+    return losses.mean(where=counts), (right.sum(), counts.sum())
 
 
 @nnx.jit
@@ -48,12 +57,11 @@ def adam(steps: int, peak_rate: float) -> optax.GradientTransformation:
 
 def run(step: Callable, batches: Iterable[Batch]) -> tuple[float, float]:
     """Applies ``step`` to each batch; returns the mean loss and the accuracy."""
-    results, sizes = [], []
-    for batch in batches:
-        results.append(step(batch))  # not yet read: the next step may start
-        sizes.append(len(batch[1]))
-    losses, right = np.asarray(jax.device_get(results), np.float64).T
-    return float(losses @ sizes / sum(sizes)), float(right.sum() / sum(sizes))
+    # None is read before all are under way: the next step need not wait.
+    results = jax.device_get([step(batch) for batch in batches])
+    losses = np.array([loss for loss, _ in results], np.float64)
+    right, sizes = np.array([counts for _, counts in results], np.float64).T
+    return float(losses @ sizes / sizes.sum()), float(right.sum() / sizes.sum())
 
 
 def fit(
