@@ -8,6 +8,9 @@ from te_flax._version import __version__ as __version__
 from te_flax.convert import convert as convert
 from te_flax.convert import revert as revert
 from te_flax.functional.activation import activation as activation
+from te_flax.functional.attention.api import (
+    dot_product_attention as dot_product_attention,
+)
 from te_flax.functional.config import ActivationConfig as ActivationConfig
 from te_flax.functional.config import DenseConfig as DenseConfig
 from te_flax.functional.config import GemmState as GemmState
@@ -20,18 +23,25 @@ from te_flax.functional.layernorm_mlp import MLPParams as MLPParams
 from te_flax.functional.layernorm_mlp import layernorm_mlp as layernorm_mlp
 from te_flax.functional.lora import Lora as Lora
 from te_flax.functional.norm import norm as norm
+from te_flax.functional.rotary import rotary_embedding as rotary_embedding
 from te_flax.fusion import Fuse as Fuse
 from te_flax.inspect import Inspection as Inspection
 from te_flax.inspect import OperandRow as OperandRow
 from te_flax.inspect import inspect as inspect
 from te_flax.kernel_cache import cache_quantized as cache_quantized
+from te_flax.layers.attention import DotProductAttention as DotProductAttention
 from te_flax.layers.dense_general import DenseGeneral as DenseGeneral
 from te_flax.layers.layer_norm_dense_general import (
     LayerNormDenseGeneral as LayerNormDenseGeneral,
 )
 from te_flax.layers.layer_norm_mlp import LayerNormMLP as LayerNormMLP
+from te_flax.layers.multi_head_attention import MultiHeadAttention as MultiHeadAttention
 from te_flax.layers.norm import LayerNorm as LayerNorm
 from te_flax.layers.norm import RMSNorm as RMSNorm
+from te_flax.layers.relative_position_biases import (
+    RelativePositionBiases as RelativePositionBiases,
+)
+from te_flax.layers.transformer_layer import TransformerLayer as TransformerLayer
 from te_flax.ops._choice import kernels as kernels
 from te_flax.ops._report import kernel_report as kernel_report
 from te_flax.quantize.block import BlockQuantizer as BlockQuantizer

@@ -21,11 +21,14 @@ class Config:
             per shape.
         cache: ``TE_FLAX_CACHE``, the folder of what this library keeps for the user;
             empty for ``te_flax`` in ``XDG_CACHE_HOME`` or ``~/.cache``.
+        deterministic: ``TE_FLAX_DETERMINISTIC``, "1" for attention whose gradients
+            are the same bits in every run.
     """
 
     kernels: str = ""
     autotune: str = "1"
     cache: str = ""
+    deterministic: str = ""
 
     def cache_folder(self) -> Path | None:
         """Returns the folder, which may not exist; None without a home directory."""
@@ -42,4 +45,5 @@ CONFIG = Config(
     kernels=os.environ.get("TE_FLAX_KERNELS", ""),
     autotune=os.environ.get("TE_FLAX_AUTOTUNE", "1"),
     cache=os.environ.get("TE_FLAX_CACHE", ""),
+    deterministic=os.environ.get("TE_FLAX_DETERMINISTIC", ""),
 )

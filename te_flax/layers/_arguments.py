@@ -44,19 +44,36 @@ _AXES = _Kind(
     'write ("embed",) for one dim',
     _are_axes,
 )
-_KINDS = {
-    "enable_layernorm": _FLAG,
-    "enable_low_rank_adaptation": _FLAG,
-    "return_layernorm_output": _FLAG,
-    "transpose_batch_sequence": _FLAG,
-    "use_bias": _FLAG,
-    "use_scale": _FLAG,
-    "zero_centered_gamma": _FLAG,
-    "ffn1_ckpt_name": _NAME,
-    "ffn2_ckpt_name": _NAME,
-    "intermediate_dropout_rng_name": _NAME,
-    "quantization_checkpoint_name": _NAME_OR_NONE,
-}
+_FLAGS = (
+    "apply_residual_connection_post_layernorm",
+    "decode",
+    "enable_layernorm",
+    "enable_low_rank_adaptation",
+    "enable_relative_embedding",
+    "enable_rotary_pos_emb",
+    "float32_attention_logits",
+    "float32_logits",
+    "fuse_qkv_params",
+    "input_layernorm",
+    "normalize_qk",
+    "output_layernorm",
+    "return_layernorm_output",
+    "scale_attn_logits",
+    "scaled_query_init",
+    "transpose_batch_sequence",
+    "use_bias",
+    "use_scale",
+    "zero_centered_gamma",
+)
+_NAMES = (
+    "context_checkpoint_name",
+    "dropout_rng_name",
+    "ffn1_ckpt_name",
+    "ffn2_ckpt_name",
+    "intermediate_dropout_rng_name",
+)
+_KINDS = dict.fromkeys(_FLAGS, _FLAG) | dict.fromkeys(_NAMES, _NAME)
+_KINDS["quantization_checkpoint_name"] = _NAME_OR_NONE
 
 
 def check_options(where: str, arguments: Mapping[str, Any]) -> None:

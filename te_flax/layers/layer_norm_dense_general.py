@@ -172,17 +172,20 @@ class LayerNormDenseGeneral(DenseGeneral):
         return _arguments.input_axes(where, getattr(self, name), ndim, flipped, name)
 
 
-def refuse(where: str, given: dict[str, Any], layer: type, *own: str) -> None:
-    """Raises TypeError for keywords that the layer inside does not take from here.
+def refuse(
+    where: str, given: dict[str, Any], layers: type | tuple[type, ...], *own: str
+) -> None:
+    """Raises TypeError for keywords that the layers inside do not take from here.
 
     Args:
         where: the layer that got them.
-        given: its keywords for the layer inside.
-        layer: the layer inside.
-        *own: arguments of the layer inside that have another name here, or one value.
+        given: its keywords for the layers inside.
+        layers: the layer inside, or several of which one takes it.
+        *own: arguments of the layers inside that have another name here, or one value.
     """
-    names = inspect.signature(layer.__init__).parameters.values()
-    options = {p.name for p in names if p.kind is p.KEYWORD_ONLY}
+    layers = layers if isinstance(layers, tuple) else (layers,)
+    found = [inspect.signature(layer.__init__).parameters for layer in layers]
+    options = {p.name for ps in found for p in ps.values() if p.kind is p.KEYWORD_ONLY}
     known = sorted(options - {*own, "rngs"})
     for name in given:
         if name not in known:

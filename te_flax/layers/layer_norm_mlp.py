@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, PartitionSpec
 
 from te_flax import sharding
-from te_flax.errors import message, part_of
+from te_flax.errors import part_of
 from te_flax.functional.activation import activation
 from te_flax.functional.config import ActivationConfig
 from te_flax.functional.dense import dense, layernorm_dense
@@ -20,6 +20,7 @@ from te_flax.functional.layernorm_mlp import MLPConfig, MLPParams, layernorm_mlp
 from te_flax.functional.lora import low_rank
 from te_flax.layers import _activations, _arguments, _fp8, _gemm
 from te_flax.layers._activations import Activation
+from te_flax.layers._dropout import check_dims, dropout_key, make_dropout
 from te_flax.layers.dense_general import DEFAULT_KERNEL_INIT, DenseGeneral
 from te_flax.layers.layer_norm_dense_general import make_norm, refuse
 from te_flax.layers.norm import ZEROS
@@ -29,7 +30,32 @@ from te_flax.sharding import placement
 from te_flax.typing import Array, Axes, Initializer
 
 _WHERE = "LayerNormMLP"
+_DROPOUT_DIMS = "intermediate_hidden_dropout_dims"
 _OWN = ("axis", "input_axes", "kernel_axes", "bias_axes")
+
+# Arguments that the norm takes, and those of both maps.
+_NORM = (
+    "epsilon",
+    "zero_centered_gamma",
+    "scale_init",
+    "scale_axes",
+    "ln_bias_init",
+    "ln_bias_axes",
+    "dtype",
+    "param_dtype",
+    "rngs",
+)
+_GEMM = (
+    "use_bias",
+    "kernel_init",
+    "bias_init",
+    "enable_low_rank_adaptation",
+    "low_rank_adaptation_dim",
+    "low_rank_adaptation_alpha",
+    "dtype",
+    "param_dtype",
+    "rngs",
+)
 
 
 class LayerNormMLP(nnx.Module):
@@ -144,7 +170,8 @@ class LayerNormMLP(nnx.Module):
         rngs: nnx.Rngs,
         **dense: Any,
     ):
-        _arguments.check_options(_WHERE, locals())
+        given = dict(locals())
+        _arguments.check_options(_WHERE, given)
         refuse(_WHERE, dense, DenseGeneral, *_OWN)
         features, mid, out = _arguments.sizes(
             _WHERE,
@@ -159,70 +186,30 @@ class LayerNormMLP(nnx.Module):
             enable_layernorm,
             layernorm_type,
             features,
-            epsilon=epsilon,
-            zero_centered_gamma=zero_centered_gamma,
-            scale_init=scale_init,
-            scale_axes=scale_axes,
-            ln_bias_init=ln_bias_init,
-            ln_bias_axes=ln_bias_axes,
-            dtype=dtype,
-            param_dtype=param_dtype,
-            rngs=rngs,
+            **{name: given[name] for name in _NORM},
         )
         make = functools.partial(
-            DenseGeneral,
-            use_bias=use_bias,
-            kernel_init=kernel_init,
-            bias_init=bias_init,
-            enable_low_rank_adaptation=enable_low_rank_adaptation,
-            low_rank_adaptation_dim=low_rank_adaptation_dim,
-            low_rank_adaptation_alpha=low_rank_adaptation_alpha,
-            dtype=dtype,
-            param_dtype=param_dtype,
-            rngs=rngs,
-            **dense,
+            DenseGeneral, **{name: given[name] for name in _GEMM}, **dense
         )
         wide = (len(self.activations), mid) if self.activations[1:] else mid
         self.wi = _part(make, 1, features, wide, kernel_axes_1, bias_axes_1)
         self.wo = _part(make, 2, mid, out, kernel_axes_2, bias_axes_2)
-        dropout = (intermediate_dropout_rate, intermediate_dropout_rng_name)
-        self._init_dropout(*dropout, intermediate_hidden_dropout_dims, rngs)
+        self.intermediate_hidden_dropout_dims = _arguments.ints(
+            _WHERE, _DROPOUT_DIMS, intermediate_hidden_dropout_dims
+        )
+        self.dropout = make_dropout(
+            _WHERE,
+            "intermediate_dropout_rate",
+            intermediate_dropout_rate,
+            intermediate_dropout_rng_name,
+            rngs,
+            self.intermediate_hidden_dropout_dims,
+        )
         self.in_features = features
         self.return_layernorm_output = return_layernorm_output
         self.input_axes = (layernorm_input_axes, dot_1_input_axes, dot_2_input_axes)
         self.ckpt_names = (ffn1_ckpt_name, ffn2_ckpt_name)
         self.transpose_batch_sequence = transpose_batch_sequence
-
-    def _init_dropout(self, rate, stream: str, dims, rngs: nnx.Rngs) -> None:
-        name = "intermediate_dropout_rate"
-        rate = _arguments.number(_WHERE, name, rate, 0, 1, "use 0.0 for none")
-        self.intermediate_dropout_rate = rate
-        self.intermediate_hidden_dropout_dims = _arguments.ints(
-            _WHERE, "intermediate_hidden_dropout_dims", dims
-        )
-        self.dropout = nnx.data(None)
-        if rate > 0:
-            if stream not in rngs and "default" not in rngs:
-                rule, remedy = f"hold the stream {stream!r}", f"add {stream}= to it"
-                raise ValueError(message(_WHERE, "rngs", rule, rngs, remedy))
-            self.dropout = nnx.Dropout(
-                rate,
-                broadcast_dims=self.intermediate_hidden_dropout_dims,
-                rng_collection=stream,
-                rngs=rngs,
-            )
-
-    def _dropout_key(self, ndim: int, deterministic: bool | None) -> Array | None:
-        """A new key, or None where nothing is dropped."""
-        if self.dropout is None:
-            return None
-        dims = self.intermediate_hidden_dropout_dims
-        if any(not -ndim <= dim < ndim for dim in dims):
-            rule, remedy = f"be dims of x, which has {ndim}", "count them from 0"
-            name = "intermediate_hidden_dropout_dims"
-            raise ValueError(message(_WHERE, name, rule, dims, remedy))
-        off = self.dropout.deterministic if deterministic is None else deterministic
-        return None if off else cast(nnx.RngStream, self.dropout.rngs)()
 
     def __call__(
         self,
@@ -250,7 +237,9 @@ class LayerNormMLP(nnx.Module):
         x = _arguments.float_array(_WHERE, x)
         _arguments.check_last(_WHERE, x, self.in_features, "in_features")
         x = sharding.constrain(x, self._axes(0, x.ndim))
-        key = self._dropout_key(x.ndim, deterministic)
+        name, dims = _DROPOUT_DIMS, self.intermediate_hidden_dropout_dims
+        check_dims(_WHERE, name, dims if self.dropout else (), x.ndim)
+        key = dropout_key(self.dropout, deterministic)
         run = self._apart if self.activation is None else self._fused
         y, h = run(x, key, out_sharding)
         return (y, h) if self.return_layernorm_output else y
@@ -268,7 +257,7 @@ class LayerNormMLP(nnx.Module):
             wi=_gemm.common(wi, recipes[0], dtype, operand=place[0]),
             wo=_gemm.common(wo, recipes[1], out_dtype, out_sharding, place[1]),
             activation=cast(ActivationConfig, self.activation),
-            dropout_rate=self.intermediate_dropout_rate,
+            dropout_rate=0.0 if self.dropout is None else self.dropout.rate,
             dropout_dims=self.intermediate_hidden_dropout_dims,
             lora_scale=wi.lora_scale,
             return_layernorm_output=self.return_layernorm_output,

@@ -1,0 +1,215 @@
+"""Which implementation can do what, and why not: one table.
+
+A row is a property that a call may have. ``without`` names the implementations that
+cannot serve such a call, each with the reason that the user is told.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+
+import jax
+import jax.numpy as jnp
+
+from te_flax.config import CONFIG
+from te_flax.errors import message
+from te_flax.functional.attention.options import WHERE, Operands, Options, Sizes
+
+IMPLEMENTATIONS = ("cudnn", "chunked", "reference")  # in the order of preference
+BUILT = ("chunked", "reference")
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """What the table looks at.
+
+    Attributes:
+        options: the static part.
+        operands: the arrays, of which only types and presence count.
+        sizes: the dims.
+        fp8: whether the products are in FP8.
+        platform: "cpu", "gpu" or another of jax.
+        deterministic: whether ``TE_FLAX_DETERMINISTIC=1``.
+        training: whether a backward pass follows; at the call nobody knows.
+    """
+
+    options: Options
+    operands: Operands
+    sizes: Sizes
+    fp8: bool = False
+    platform: str = dataclasses.field(default_factory=jax.default_backend)
+    deterministic: bool = CONFIG.deterministic == "1"
+    training: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One property of a call.
+
+    Attributes:
+        name: of the property, as in the documentation.
+        holds: whether a call has it.
+        without: implementation -> why it cannot serve such a call.
+    """
+
+    name: str
+    holds: Callable[[Call], bool]
+    without: Mapping[str, str]
+
+
+def _present(field: str) -> Callable[[Call], bool]:
+    return lambda call: getattr(call.operands, field) is not None
+
+
+def _odd(call: Call) -> bool:
+    return call.sizes.queries % 2 == 1 or call.sizes.keys % 2 == 1
+
+
+def _fp8_shape(call: Call) -> bool:
+    s = call.sizes
+    dims = (s.qk_dim, s.v_dim) != (128, 128)
+    return dims or s.queries % 128 > 0 or s.keys % 128 > 0
+
+
+def _head_dim(call: Call) -> bool:
+    dims = (call.sizes.qk_dim, call.sizes.v_dim)
+    return any(d > 256 or d % 8 for d in dims)
+
+
+_MATRIX = "FP8 attention needs the whole matrix of scores at once; use 'reference'"
+_NO_SINK = "XLA's call has no further term in the denominator"
+TABLE: tuple[Row, ...] = (
+    Row(
+        "another platform than an NVIDIA GPU",
+        lambda c: c.platform not in ("gpu", "cuda"),
+        {"cudnn": "it runs on NVIDIA GPUs only"},
+    ),
+    Row(
+        "float32 or float64",
+        lambda c: jnp.dtype(c.operands.q.dtype).itemsize > 2,
+        {"cudnn": "it takes bfloat16 and float16; cast q, k and v"},
+    ),
+    Row(
+        "head_dim above 256 or no multiple of 8",
+        _head_dim,
+        {"cudnn": "head_dim must be <= 256 and a multiple of 8"},
+    ),
+    Row("bias", _present("bias"), {}),
+    Row(
+        "bias with odd T or S, training",
+        lambda c: c.training and c.operands.bias is not None and _odd(c),
+        {"cudnn": "T and S must be even to train with a bias; pad them"},
+    ),
+    Row("mask", _present("mask"), {}),
+    Row("causal mask", lambda c: "causal" in c.options.mask_type, {}),
+    Row(
+        "causal mask, bottom right",
+        lambda c: c.options.bottom_right,
+        {"cudnn": "XLA's call aligns a causal mask with the first query"},
+    ),
+    Row(
+        "window to the right",
+        lambda c: c.options.right not in (None, 0) or _lone_left(c.options),
+        {"cudnn": "its window is (left, 0) under a causal mask"},
+    ),
+    Row("window", lambda c: c.options.left is not None, {}),
+    Row("alibi_slopes", _present("alibi_slopes"), {"cudnn": "pass them as a bias"}),
+    Row("q_seqlen, kv_seqlen", _present("kv_seqlen"), {}),
+    Row("segment_ids", _present("segment_ids"), {}),
+    Row(
+        "positions",
+        _present("positions"),
+        {"cudnn": "it numbers the tokens of a segment itself"},
+    ),
+    Row("offsets", _present("offsets"), {}),
+    Row(
+        "dropout",
+        lambda c: c.options.dropout_rate > 0,
+        {
+            "cudnn": "XLA aborts the process when it captures dropout in a command "
+            "buffer; set XLA_FLAGS=--xla_gpu_enable_command_buffer= or use 'chunked'"
+        },
+    ),
+    Row(
+        "softmax_type off_by_one",
+        lambda c: c.options.softmax_type == "off_by_one",
+        {"cudnn": _NO_SINK},
+    ),
+    Row(
+        "softmax_type learnable",
+        lambda c: c.options.softmax_type == "learnable",
+        {"cudnn": _NO_SINK},
+    ),
+    Row(
+        "score_mod",
+        lambda c: c.options.score_mod is not None,
+        {"cudnn": "XLA's call takes no function of the scores"},
+    ),
+    Row("page_table", _present("page_table"), {}),
+    Row("return_residual", lambda c: c.options.return_residual, {}),
+    Row("fp8", lambda c: c.fp8, {"chunked": _MATRIX}),
+    Row(
+        "fp8, shapes",
+        lambda c: c.fp8 and _fp8_shape(c),
+        {"cudnn": "FP8 needs head_dim 128 and T and S that are multiples of 128"},
+    ),
+    Row(
+        "fp8, masks",
+        lambda c: c.fp8 and c.options.mask_type not in ("no_mask", "causal"),
+        {"cudnn": "FP8 knows no mask but the causal one"},
+    ),
+    Row(
+        "fp8, page_table",
+        lambda c: c.fp8 and c.operands.page_table is not None,
+        {"cudnn": "FP8 reads no pages"},
+    ),
+    Row(
+        "TE_FLAX_DETERMINISTIC=1",
+        lambda c: c.deterministic,
+        {"cudnn": "its backward pass adds up dq in any order"},
+    ),
+)
+
+
+def _lone_left(options: Options) -> bool:
+    return options.left is not None and options.right is None
+
+
+def reasons(call: Call, implementation: str) -> list[str]:
+    """Why an implementation cannot serve a call; none if it can."""
+    found = [
+        f"{row.name}: {row.without[implementation]}"
+        for row in TABLE
+        if implementation in row.without and row.holds(call)
+    ]
+    if implementation not in BUILT:
+        found.insert(0, "it is not part of this version")
+    return found
+
+
+def choose(call: Call, implementation: str | None) -> str:
+    """The implementation that serves a call.
+
+    Args:
+        call: the call.
+        implementation: asked for by name, or None for the first that can.
+
+    Returns:
+        One of IMPLEMENTATIONS.
+
+    Raises:
+        ValueError: it does not exist.
+        NotImplementedError: it cannot serve the call.
+    """
+    if implementation is None:
+        return next(name for name in IMPLEMENTATIONS if not reasons(call, name))
+    if implementation not in IMPLEMENTATIONS:
+        names = ", ".join(map(repr, IMPLEMENTATIONS))
+        rule = f"be None or one of {names}"
+        got = repr(implementation)
+        raise ValueError(message(WHERE, "implementation", rule, got, "use None"))
+    if why := reasons(call, implementation):
+        able = [name for name in IMPLEMENTATIONS if not reasons(call, name)]
+        rule, got = "be able to serve the call", f"{implementation!r}: {why[0]}"
+        remedy = f"use None or one of {able}"
+        raise NotImplementedError(message(WHERE, "implementation", rule, got, remedy))
+    return implementation

@@ -1,0 +1,339 @@
+"""Attention in blocks: memory linear in the sequence, in both passes.
+
+The forward pass keeps a running maximum and sum for every query; the backward pass
+computes the probabilities of a block again from the log-sum-exp.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from te_flax.functional._core import add
+from te_flax.functional.attention import blocks
+from te_flax.functional.attention import scores as _scores
+from te_flax.functional.attention.options import Options
+from te_flax.functional.attention.problem import Problem, varying
+from te_flax.functional.attention.reference import finish
+from te_flax.ops._op import cotangent_like
+from te_flax.typing import Array
+
+
+class _Static(NamedTuple):
+    """The static argument of both passes.
+
+    Attributes:
+        options: of the call.
+        rows: queries in a block.
+        cols: keys in a block.
+        keys: S without padding.
+        padded: whether the last block of keys has padding.
+        axes: manual mesh axes over which the arrays differ.
+    """
+
+    options: Options
+    rows: int
+    cols: int
+    keys: int
+    padded: bool
+    axes: tuple[str, ...]
+
+
+def attend(options: Options, problem: Problem) -> tuple[Array, Array]:
+    """As :func:`te_flax.functional.attention.reference.attend`, in blocks.
+
+    Products take operands of q's dtype and add up in float32.
+    """
+    queries, keys = problem.q.shape[3], problem.k.shape[2]
+    sizes = blocks.block_size(queries), blocks.block_size(keys)
+    wide = [
+        -(-n // size) * size for n, size in zip((queries, keys), sizes, strict=True)
+    ]
+    if wide[0] > queries:
+        problem = blocks.rows(problem, blocks.padded(wide[0]))
+    if wide[1] > keys:
+        problem = blocks.cols(problem, blocks.padded(wide[1]))
+    axes = varying(problem)
+    static = _Static(options, *sizes, keys, wide[1] > keys, axes)
+    made: Any = _attend(static, problem)
+    o, lse = made
+    return o[..., :queries, :], lse[..., :queries]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(static: _Static, problem: Problem) -> tuple[Array, Array]:
+    """One block of queries after the other."""
+
+    def one(i: Array) -> tuple[Array, Array]:
+        return _rows_forward(static, i, _row_block(static, problem, i))
+
+    return _stacked(static, problem, one)
+
+
+def _attend_fwd(static: _Static, problem: Problem):
+    made: Any = _attend(static, problem)
+    o, lse = made
+    return made, (problem, o, lse)
+
+
+def _row_block(static: _Static, problem: Problem, i: Array) -> Problem:
+    return blocks.rows(problem, blocks.cut(i * static.rows, static.rows))
+
+
+def _col_block(static: _Static, problem: Problem, j: Array) -> Problem:
+    return blocks.cols(problem, blocks.cut(j * static.cols, static.cols))
+
+
+def _count(problem: Problem, static: _Static) -> tuple[int, int]:
+    return problem.q.shape[3] // static.rows, problem.k.shape[2] // static.cols
+
+
+def _stacked(static: _Static, problem: Problem, one: Callable[[Array], Any]) -> Any:
+    """Runs a block of queries after the other; joins the results along T."""
+    count = _count(problem, static)[0]
+    if count == 1:
+        return one(jnp.int32(0))
+    made = lax.map(one, jnp.arange(count, dtype=jnp.int32))
+    return jax.tree.map(_joined, made)
+
+
+def _joined(a: Array) -> Array:
+    """``[blocks, B, K, G, t, ..]`` to ``[B, K, G, T, ..]``."""
+    a = jnp.moveaxis(a, 0, 3)
+    return a.reshape(*a.shape[:3], -1, *a.shape[5:])
+
+
+def _each_key_block(
+    static: _Static, problem: Problem, i: Array, body: Callable, carry: Any
+) -> Any:
+    """Loops over the blocks of keys that block ``i`` of queries may see."""
+    count = _count(problem, static)[1]
+    if count == 1:
+        return body(jnp.int32(0), carry)
+    low, high = static.options.band
+    first, last = jnp.int32(0), jnp.int32(count)
+    if low is not None:
+        first = jnp.maximum(first, (i * static.rows + low) // static.cols)
+    if high is not None:
+        end = (i + 1) * static.rows - 1 + high
+        last = jnp.minimum(last, end // static.cols + 1)
+    return lax.fori_loop(first, last, body, carry)
+
+
+def _vary(static: _Static, tree: Any) -> Any:
+    """Loops want carries of one type: they vary wherever an operand does."""
+
+    def vary(a: Array) -> Array:
+        axes = tuple(x for x in static.axes if x not in jax.typeof(a).mat.varying)
+        return lax.pcast(a, axes, to="varying") if axes else a
+
+    return jax.tree.map(vary, tree)
+
+
+def _products(a: str, x: Array, y: Array, dtype: Any) -> Array:
+    return jnp.einsum(a, x, y, preferred_element_type=dtype)
+
+
+def _seen(static: _Static, block: Problem) -> Array | None:
+    found = _scores.seen(static.options, block)
+    if static.padded:
+        real = block.cols.index < static.keys
+        found = real if found is None else found & real
+    return found
+
+
+def _rows_forward(static: _Static, i: Array, part: Problem) -> tuple[Array, Array]:
+    """The result and log-sum-exp of one block of queries."""
+    options, dtype = static.options, _scores.wide_dtype(part)
+    zero = jnp.zeros((), dtype)
+    shape = part.q.shape[:4]
+    top, total = jnp.full(shape, _scores.lowest(dtype)), jnp.zeros(shape, dtype)
+    if part.sink is not None:
+        sink = part.sink.astype(dtype)[:, :, None]
+        top, total = jnp.broadcast_to(sink, shape), jnp.ones(shape, dtype)
+    acc = jnp.zeros((*shape, part.v.shape[-1]), dtype)
+
+    def body(j: Array, carry: tuple[Array, Array, Array]):
+        top, total, acc = carry
+        block = _col_block(static, part, j)
+        found = _seen(static, block)
+        products = _products("bkgth,bksh->bkgts", block.q, block.k, dtype)
+        scores = _scores.hide(block, found, _scores.modify(options, block, products))
+        higher = jnp.maximum(top, jnp.max(scores, axis=-1))
+        p = jnp.exp(scores - higher[..., None])
+        p = p if found is None else jnp.where(found, p, zero)
+        shrink = jnp.exp(top - higher)
+        total = total * shrink + jnp.sum(p, axis=-1)
+        p = _scores.drop(options, _scores.kept(options, block), p)
+        more = _products("bkgts,bksh->bkgth", p.astype(block.v.dtype), block.v, dtype)
+        return higher, total, acc * shrink[..., None] + more
+
+    carry = _vary(static, (top, total, acc))
+    top, total, acc = _each_key_block(static, part, i, body, carry)
+    return finish(acc, total, top, part)
+
+
+class _Sums(NamedTuple):
+    """Gradients that every block of queries adds to, in the wide dtype."""
+
+    k: Array
+    v: Array
+    addends: tuple[Array, ...]
+    slopes: Array | None
+    args: list[Array]
+
+
+def _attend_bwd(static: _Static, res: tuple, cotangents: tuple[Array, Array]):
+    given, o, lse = res
+    dtype = _scores.wide_dtype(given)
+    do, dlse = cotangents
+    axes = tuple(sorted({*static.axes, *jax.typeof(do).mat.varying}))
+    static = static._replace(axes=axes)
+    # What varied less would be summed over the devices in every block.
+    problem = _vary(static, given)
+    none = lse == -jnp.inf
+    do = jnp.where(none[..., None], jnp.zeros((), do.dtype), do)
+    zero = jnp.zeros((), dtype)
+    delta = jnp.sum(do.astype(dtype) * o.astype(dtype), axis=-1) - dlse
+    rows = (do, jnp.where(none, zero, lse), jnp.where(none, zero, delta))
+    args, _ = _floats(problem.score_mod_args)
+    like = (problem.k, problem.v, problem.addends, problem.slopes, args)
+    wide = jax.tree.map(lambda a: jnp.zeros(a.shape, dtype), like)
+    sums = _vary(static, _Sums(*wide))
+
+    def one(sums: _Sums, i: Array) -> tuple[_Sums, Array]:
+        change = blocks.cut(i * static.rows, static.rows)
+        part = tuple(change(a, 3) for a in rows)
+        return _rows_backward(static, i, _row_block(static, problem, i), part, sums)
+
+    count = _count(problem, static)[0]
+    if count == 1:
+        sums, dq = one(sums, jnp.int32(0))
+    else:
+        sums, dq = lax.scan(one, sums, jnp.arange(count, dtype=jnp.int32))
+        dq = _joined(dq)
+    dsink = _sink_gradient(problem, rows[1], rows[2], none)
+    return (_cotangent(given, sums, dq, dsink),)
+
+
+def _rows_backward(static: _Static, i: Array, part: Problem, rows: tuple, sums: _Sums):
+    """Adds what one block of queries gives to the sums; returns its dq too."""
+    dtype = _scores.wide_dtype(part)
+
+    def body(j: Array, carry: tuple[Array, _Sums]) -> tuple[Array, _Sums]:
+        dq, sums = carry
+        block = _col_block(static, part, j)
+        ds, dv, pulled = _block_backward(static, block, rows)
+        ds = ds.astype(block.q.dtype)
+        dk = _products("bkgts,bkgth->bksh", ds, block.q, dtype)
+        dq = dq + _products("bkgts,bksh->bkgth", ds, block.k, dtype)
+        starts = {2: j * static.cols, 3: i * static.rows, 4: j * static.cols}
+        addends, slopes, args = pulled
+        pairs = zip(sums.addends, addends, strict=True)
+        return dq, _Sums(
+            _add_at(sums.k, dk, starts, (2,)),
+            _add_at(sums.v, dv, starts, (2,)),
+            tuple(_add_at(a, g, starts, (3, 4)) for a, g in pairs),
+            jax.tree.map(add, sums.slopes, slopes),
+            jax.tree.map(add, sums.args, args),
+        )
+
+    dq = _vary(static, jnp.zeros(part.q.shape, dtype))
+    dq, sums = _each_key_block(static, part, i, body, (dq, sums))
+    return sums, dq.astype(part.q.dtype)
+
+
+def _block_backward(static: _Static, block: Problem, rows: tuple[Array, Array, Array]):
+    """Gradients of the products q . k, of v, and of what changes the scores."""
+    options, dtype = static.options, _scores.wide_dtype(block)
+    do, lse, delta = rows
+    floats, rebuild = _floats(block.score_mod_args)
+    products = _products("bkgth,bksh->bkgts", block.q, block.k, dtype)
+
+    def modify(products: Array, addends: Any, slopes: Any, args: Any) -> Array:
+        given = block._replace(
+            addends=addends, slopes=slopes, score_mod_args=rebuild(args)
+        )
+        return _scores.modify(options, given, products)
+
+    scores, pull = jax.vjp(modify, products, block.addends, block.slopes, floats)
+    found, keep = _seen(static, block), _scores.kept(options, block)
+    p = jnp.exp(_scores.hide(block, found, scores) - lse[..., None])
+    p = p if found is None else jnp.where(found, p, jnp.zeros((), dtype))
+    dropped = _scores.drop(options, keep, p).astype(do.dtype)
+    dv = _products("bkgts,bkgth->bksh", dropped, do, dtype)
+    dp = _products("bkgth,bksh->bkgts", do, block.v, dtype)
+    ds = p * (_scores.drop(options, keep, dp) - delta[..., None])
+    if found is not None:  # 0 * NaN of a query that saw one
+        ds = jnp.where(found, ds, jnp.zeros((), dtype))
+    dproducts, *others = pull(ds)
+    return dproducts, dv, others
+
+
+def _add_at(total: Array, part: Array, starts: dict[int, Array], axes: tuple) -> Array:
+    """Adds a block to its place; dims that it shares start at 0."""
+    begin = [
+        starts[d] if d in axes and total.shape[d] > 1 else jnp.int32(0)
+        for d in range(total.ndim)
+    ]
+    old = lax.dynamic_slice(total, begin, part.shape)
+    return lax.dynamic_update_slice(total, old + part.astype(total.dtype), begin)
+
+
+def _sink_gradient(
+    problem: Problem, lse: Array, delta: Array, none: Array
+) -> Array | None:
+    """The sink's probability times what its score changes: ``-p delta``."""
+    if problem.sink is None:
+        return None
+    p = jnp.exp(problem.sink.astype(lse.dtype)[:, :, None] - lse)
+    p = jnp.where(none, jnp.zeros((), lse.dtype), p)
+    return -jnp.sum(p * delta, axis=(0, 3))
+
+
+def _floats(tree: Any) -> tuple[list[Array], Callable[[list[Array]], Any]]:
+    """The differentiable leaves of a tree, and how to put it together again."""
+    leaves, structure = jax.tree.flatten(tree)
+    real = [jnp.issubdtype(jnp.result_type(a), jnp.floating) for a in leaves]
+
+    def rebuild(floats: list[Array]) -> Any:
+        rest = iter(floats)
+        pairs = zip(leaves, real, strict=True)
+        return jax.tree.unflatten(structure, [next(rest) if f else a for a, f in pairs])
+
+    return [a for a, f in zip(leaves, real, strict=True) if f], rebuild
+
+
+def _cotangent(problem: Problem, sums: _Sums, dq: Array, dsink: Array | None) -> Any:
+    """Of the whole Problem, each array with the type of its primal."""
+    _, rebuild = _floats(problem.score_mod_args)
+    none: Any = None  # a cotangent of zeros
+    made = Problem(*[none] * len(Problem._fields))
+    like: Any = cotangent_like
+    primals, _ = _floats(problem.score_mod_args)
+    args = [like(g, a) for g, a in zip(sums.args, primals, strict=True)]
+    pairs = zip(sums.addends, problem.addends, strict=True)
+    return made._replace(
+        q=like(dq, problem.q),
+        k=like(sums.k, problem.k),
+        v=like(sums.v, problem.v),
+        addends=tuple(like(g, a) for g, a in pairs),
+        slopes=None if sums.slopes is None else like(sums.slopes, problem.slopes),
+        sink=None if dsink is None else like(dsink, problem.sink),
+        score_mod_args=_without_integers(rebuild, args, problem.score_mod_args),
+    )
+
+
+def _without_integers(rebuild: Callable, args: list[Array], given: Any) -> Any:
+    made = rebuild(args)
+    return jax.tree.map(
+        lambda g, a: g if jnp.issubdtype(jnp.result_type(a), jnp.floating) else None,
+        made,
+        given,
+    )
+
+
+_attend.defvjp(_attend_fwd, _attend_bwd)
