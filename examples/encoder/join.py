@@ -10,13 +10,18 @@ import jax
 from examples.encoder import train
 
 
-def main(argv: list[str]) -> int:
-    """Meets the other processes at the address, then trains; returns the exit code."""
-    address, count, index, *options = argv
+def join(address: str, count: str, index: str) -> None:
+    """Meets the other processes at the address; the first of them listens there."""
+    devices = [int(index)]  # of a GPU machine; a CPU's are each process's own
     jax.distributed.initialize(
-        address, int(count), int(index), local_device_ids=[int(index)]
+        address, int(count), int(index), local_device_ids=devices
     )
-    return train.main(options)
+
+
+def main(argv: list[str]) -> int:
+    """Joins the others, then trains; returns the exit code."""
+    join(*argv[:3])
+    return train.main(argv[3:])
 
 
 if __name__ == "__main__":

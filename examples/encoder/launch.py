@@ -28,14 +28,18 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--processes", type=command_line.positive, default=2)
     options, rest = parser.parse_known_args(argv)
-    address, count = f"localhost:{free_port()}", str(options.processes)
-    command = [sys.executable, "-m", "examples.encoder.join", address, count]
+    return run("examples.encoder.join", options.processes, rest)
+
+
+def run(module: str, processes: int, arguments: Sequence[str]) -> int:
+    """Runs a module that joins the run at ``ADDRESS COUNT INDEX`` in each process."""
+    command = [sys.executable, "-m", module, f"localhost:{free_port()}", str(processes)]
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, "PYTHONPATH": path}
     return wait(
         [
-            subprocess.Popen([*command, str(index), *rest], env=environment)
-            for index in range(options.processes)
+            subprocess.Popen([*command, str(index), *arguments], env=environment)
+            for index in range(processes)
         ]
     )
 

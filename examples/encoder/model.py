@@ -7,7 +7,19 @@ from flax import nnx
 import te_flax as te
 from examples.encoder.tokenizer import PADDING
 
-TOKENS = ("batch", "seqlen", None)  # logical axes of what goes from layer to layer
+# What the dims of a layer's arrays stand for; te.logical_axis_rules places them.
+AXES = {
+    "input_axes": ("batch", "seqlen", None),
+    "dot_input_axes": ("batch", None, None),
+    "qkv_kernel_axes": ("embed", "heads", None),
+    "qkv_bias_axes": ("heads", None),
+    "attention_axes": ("batch", None, "heads", None),
+    "out_kernel_axes": ("heads", None, "embed"),
+    "mlp_kernel_axes_1": ("embed", "mlp"),
+    "mlp_bias_axes_1": ("mlp",),
+    "mlp_axes": ("batch", None, "mlp"),
+    "mlp_kernel_axes_2": ("mlp", "embed"),
+}
 
 
 class Encoder(nnx.Module):
@@ -52,14 +64,16 @@ class Encoder(nnx.Module):
         self.words = nnx.Embed(vocabulary, hidden, embedding_init=small, rngs=rngs)
         self.places = nnx.Param(small(rngs.params(), (length, hidden)))
         self.layers = nnx.List(
-            te.LayerNormMLP(
+            te.TransformerLayer(
                 hidden,
                 4 * hidden,
-                kernel_axes_1=("embed", "mlp"),
-                kernel_axes_2=("mlp", "embed"),
-                bias_axes_1=("mlp",),
-                layernorm_input_axes=TOKENS,
+                heads,
+                hidden_dropout=dropout,
+                attention_dropout=dropout,
+                self_attn_mask_type="padding",
+                enable_relative_embedding=False,
                 transpose_batch_sequence=sequence_first,
+                **AXES,
                 rngs=rngs,
             )
             for _ in range(layers)
@@ -71,13 +85,14 @@ class Encoder(nnx.Module):
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """Maps tokens int32 [batch, length] to logits float32 [batch, classes]."""
         is_word = tokens != PADDING
+        lengths = is_word.sum(axis=1)
         x = self.dropout(self.words(tokens) + self.places[...])
         if self.sequence_first:
             x = x.swapaxes(0, 1)
         for layer in self.layers:
-            x = x + layer(x)
+            x = layer(x, seqlen=lengths)
         x = self.norm(x)
         if self.sequence_first:
             x = x.swapaxes(0, 1)
-        weights = is_word / is_word.sum(axis=1, keepdims=True)
-        return self.classifier(self.dropout(jnp.einsum("blh,bl->bh", x, weights)))
+        mean = jnp.einsum("blh,bl->bh", x, is_word / lengths[:, None])
+        return self.classifier(self.dropout(mean))

@@ -37,8 +37,7 @@ def idx_folder(tmp_path):
     return folder
 
 
-@pytest.fixture
-def sentences(tmp_path):
+def write_sentences(folder):
     """A file of 150 sentences whose label one of their words decides."""
     rng = np.random.default_rng(0)
     poor = ["bleak", "cold", "cruel", "dull", "grim"]
@@ -49,9 +48,15 @@ def sentences(tmp_path):
         first, second, third = rng.choice(nouns, 3)
         word = rng.choice((poor, fine)[i % 2])
         lines.append(f"the {first} of {second} is {word} in {third} {i}\t{i % 2}")
-    path = tmp_path / "sentences.tsv"
+    path = folder / "sentences.tsv"
     path.write_text("\n".join(lines) + "\n")
     return path
+
+
+@pytest.fixture
+def sentences(tmp_path):
+    """That file."""
+    return write_sentences(tmp_path)
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import jax
 import pytest
+from conftest import write_sentences
 from matplotlib.image import imread
 
 from examples import reporting
@@ -22,17 +23,22 @@ SMALL = [word for name, size in SIZES.items() for word in (f"--{name}", str(size
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:orbax")
 
 
-@pytest.fixture
-def run(sentences, tmp_path):
+ARGUMENTS = ["--epochs", "3", "--recipe", "delayed_scaling", "--seed", "5"]
+
+
+def run(sentences, folder, *words, main=train.main):
     """Runs the command on a small model and returns its metrics."""
+    files = ["--data", sentences, "--metrics", folder / "m", "--plot", folder / "p"]
+    assert main([*SMALL, *map(str, files), *ARGUMENTS, *map(str, words)]) == 0
+    return read(folder / "m")
 
-    def call(*words, main=train.main):
-        metrics = tmp_path / "m.jsonl"
-        files = ["--data", sentences, "--metrics", metrics, "--plot", tmp_path / "p"]
-        assert main([*SMALL, *map(str, files), *map(str, words)]) == 0
-        return read(metrics)
 
-    return call
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The metrics of an unbroken run on one device."""
+    folder = tmp_path_factory.mktemp("whole")
+    with jax.numpy_dtype_promotion("standard"):
+        return run(write_sentences(folder), folder)
 
 
 def read(path):
@@ -51,17 +57,18 @@ def close(entries, others):
             assert a[name] == pytest.approx(b[name], rel=0.01), (name, entries, others)
 
 
-def test_an_interrupted_run_resumes_with_the_same_curve(run, tmp_path, monkeypatch):
-    """Bit for bit on its own mesh, and closely on another."""
-    arguments = ["--epochs", 3, "--recipe", "delayed_scaling", "--seed", 5]
-    whole = run(*arguments)
+def test_metrics(whole):
     assert [list(entry) for entry in whole] == [[*FIELDS, "seconds"]] * 3
     assert [entry["epoch"] for entry in whole] == [1, 2, 3]
     assert all(math.isfinite(value) for entry in whole for value in entry.values())
     assert whole[2]["train_loss"] < whole[0]["train_loss"]
-    assert imread(tmp_path / "p").shape[:2] == (432, 1080)
 
-    saved = [*arguments, "--checkpoints", tmp_path / "saved"]
+
+def test_an_interrupted_run_resumes_with_the_same_curve(
+    whole, sentences, tmp_path, monkeypatch
+):
+    """Bit for bit on its own mesh, and closely on another."""
+    saved = (sentences, tmp_path, "--checkpoints", tmp_path / "saved")
     epoch = reporting.Report.epoch
 
     def interrupt(report, entry):
@@ -73,8 +80,9 @@ def test_an_interrupted_run_resumes_with_the_same_curve(run, tmp_path, monkeypat
         patch.setattr(reporting.Report, "epoch", interrupt)
         with pytest.raises(KeyboardInterrupt):
             run(*saved)
-    assert curve(read(tmp_path / "m.jsonl")) == curve(whole)[:1]
+    assert curve(read(tmp_path / "m")) == curve(whole)[:1]
     assert curve(run(*saved)) == curve(whole)
+    assert imread(tmp_path / "p").shape[:2] == (432, 1080)
 
     (tmp_path / "saved" / "3").rename(tmp_path / "elsewhere")
     moved = run(*saved, "--mesh", "dp=2,tp=2", "--sp")
@@ -82,15 +90,14 @@ def test_an_interrupted_run_resumes_with_the_same_curve(run, tmp_path, monkeypat
     close(moved, whole)
 
 
-def test_two_processes_make_one_run(run, monkeypatch, capfd):
+def test_two_processes_make_one_run(whole, sentences, tmp_path, monkeypatch, capfd):
     """Over jax.distributed; what they write is that of one process."""
     monkeypatch.setenv("XLA_FLAGS", "")
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "1")
-    arguments = ["--epochs", 2, "--recipe", "delayed_scaling"]
-    pair = run("--processes", 2, *arguments, main=launch.main)
+    pair = run(sentences, tmp_path, "--processes", 2, main=launch.main)
     out = capfd.readouterr().out
     assert out.count("epoch   1") == out.count("plot: ") == 1
-    close(pair, run(*arguments))
+    close(pair, whole)
 
 
 BAD = [
