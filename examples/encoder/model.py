@@ -42,7 +42,8 @@ class Encoder(nnx.Module):
     Example:
         >>> sizes = {"layers": 1, "hidden": 16, "heads": 2, "length": 4}
         >>> model = Encoder(10, 6, **sizes, rngs=nnx.Rngs(0))
-        >>> model(jnp.array([[2, 5, 3, 0], [4, 4, 0, 0]])).shape
+        >>> tokens = jnp.array([[2, 5, 3, 0], [4, 4, 0, 0]])
+        >>> nnx.jit(Encoder.__call__)(model, tokens).shape
         (2, 6)
     """
 
