@@ -2,6 +2,7 @@
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from examples import command_line
 from examples.errors import invalid
@@ -41,7 +42,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return options
 
 
-def settings(options: argparse.Namespace, fingerprint: str) -> dict[str, object]:
+def settings(options: argparse.Namespace, fingerprint: str) -> dict[str, Any]:
     """Returns what decides the curve of a run; its checkpoints remember it.
 
     Args:

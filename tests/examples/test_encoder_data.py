@@ -4,6 +4,7 @@ import doctest
 import hashlib
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -13,6 +14,7 @@ from examples import wheel
 from examples.encoder import data, tsv
 from examples.encoder.tokenizer import Tokenizer
 from examples.errors import InputError
+from examples.training import loss_fn
 
 SHAKESPEARE = Path(data.__file__).with_name("shakespeare.tsv")
 
@@ -151,3 +153,12 @@ def test_evaluation_counts_each_sentence_once():
     np.testing.assert_array_equal(np.concatenate(labels)[counts], dataset.test_labels)
     np.testing.assert_array_equal(np.concatenate(tokens)[counts], dataset.test_tokens)
     assert (np.concatenate(tokens)[~counts] != 0).any(axis=1).all()
+
+
+def test_what_fills_a_batch_counts_for_nothing():
+    logits = jnp.array([[2.0, 0.0], [0.0, 1.0], [5.0, 0.0]])
+    labels = jnp.array([0, 0, data.NO_EXAMPLE])
+    loss, counts = loss_fn(lambda inputs: inputs, (logits, labels))
+    expected, _ = loss_fn(lambda inputs: inputs, (logits[:2], labels[:2]))
+    assert loss == expected
+    assert counts == (1, 2)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import jax
 import pytest
-from conftest import write_sentences
+from _sentences import write_sentences
 from matplotlib.image import imread
 
 from examples import reporting
