@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from examples.mnist.errors import invalid
+from examples.errors import invalid
 from examples.mnist.fetch import digits
 
 MEAN, STD = 0.1307, 0.3081  # of MNIST's pixels in [0, 1]

@@ -1,10 +1,11 @@
-"""Builds small IDX folders."""
+"""Builds small data sets: IDX folders and files of sentences."""
 
 import gzip
 
 import jax
 import numpy as np
 import pytest
+from _sentences import write_sentences
 
 
 @pytest.fixture(autouse=True)
@@ -35,6 +36,12 @@ def idx_folder(tmp_path):
         (folder / f"{part}-images-idx3-ubyte.gz").write_bytes(packed)
         (folder / f"{part}-labels-idx1-ubyte").write_bytes(idx_bytes(labels))
     return folder
+
+
+@pytest.fixture
+def sentences(tmp_path):
+    """That file."""
+    return write_sentences(tmp_path)
 
 
 @pytest.fixture

@@ -17,7 +17,8 @@ from flax import nnx
 import te_flax as te
 from examples.mnist.data import Dataset, load
 from examples.mnist.model import CNN
-from examples.mnist.training import adam, fit, train_step
+from examples.mnist.training import PEAK_RATE, fit
+from examples.training import adam, train_step
 
 FP8_RECIPES = ("delayed_scaling", "current_scaling", "mxfp8")
 SEEDS = (0, 1, 2)
@@ -69,7 +70,7 @@ def float8_arrays(jaxpr) -> set[tuple[str, tuple[int, ...]]]:
 def float8_in_step(recipe: str) -> set[tuple[str, tuple[int, ...]]]:
     """The FP8 values of one training step of the example."""
     model = CNN(rngs=nnx.Rngs(0))
-    optimizer = nnx.Optimizer(model, adam(10), wrt=nnx.Param)
+    optimizer = nnx.Optimizer(model, adam(10, PEAK_RATE), wrt=nnx.Param)
     graphdef, state = nnx.split((model, optimizer))
     images = np.zeros((BATCH_SIZE, 28, 28, 1), np.float32)
     labels = np.zeros(BATCH_SIZE, np.int32)

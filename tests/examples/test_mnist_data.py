@@ -7,8 +7,8 @@ import re
 import numpy as np
 import pytest
 
+from examples.errors import InputError
 from examples.mnist import data
-from examples.mnist.errors import InputError
 
 
 def distinct_images(count):

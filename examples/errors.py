@@ -1,4 +1,4 @@
-"""The one error that the example reports as a line instead of a traceback."""
+"""The one error that the examples report as a line instead of a traceback."""
 
 from te_flax.errors import message
 
@@ -12,4 +12,4 @@ class InputError(Exception):
 
 def invalid(argument: str, rule: str, got: object, remedy: str) -> InputError:
     """Returns the error in te_flax's form: the rule, what was found, a way out."""
-    return InputError(message("mnist", argument, rule, got, remedy))
+    return InputError(message("example", argument, rule, got, remedy))

@@ -1,0 +1,1 @@
+"""A transformer encoder for sentences: ``python -m examples.encoder.train``."""

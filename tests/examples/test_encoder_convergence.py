@@ -1,0 +1,94 @@
+"""The encoder example learns under every recipe, on every mesh, as well as in float32.
+
+These tests train on the TREC questions. They need them: with neither a cached copy nor
+a package index that pip can reach they fail, by intent, with the example's own line
+about it, and never skip. The slow ones train the default model for four epochs.
+"""
+
+import functools
+import json
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from encoder_steps import losses
+
+from examples.encoder import launch
+
+RECIPES = (
+    "delayed_scaling",
+    "current_scaling",
+    "mxfp8",
+    "float8_block_scaling",
+    "nvfp4",
+)
+SEEDS = (0, 1, 2)
+SHORT = "--epochs 2 --hidden 64"
+MESHES = ("--mesh dp=4", "--mesh tp=4", "--mesh dp=2,tp=2 --sp", "--mesh fsdp=4")
+
+
+@functools.cache
+def train(recipe, seed, words="", processes=1):
+    """The metrics of each epoch and the loss of each step."""
+    with tempfile.TemporaryDirectory() as folder:
+        metrics, plot, steps = (str(Path(folder) / name) for name in "mps")
+        argv = ["--recipe", recipe, "--seed", str(seed), *words.split()]
+        argv += ["--metrics", metrics, "--plot", plot]
+        if processes == 1:
+            found = losses(argv)
+        else:
+            module = "tests.examples.encoder_steps"
+            assert launch.run(module, processes, [steps, *argv]) == 0
+            found = json.loads(Path(steps).read_text())
+        lines = Path(metrics).read_text().splitlines()
+    return [json.loads(line) for line in lines], np.array(found)
+
+
+def accuracy(*run):
+    """Test accuracy in % at the end."""
+    return 100 * train(*run)[0][-1]["test_accuracy"]
+
+
+# Of float32 under test_a_short_run_learns, whose second training costs a minute.
+FLOAT32_SHORT = 80.55
+
+
+def test_a_short_run_learns():
+    """Half the epochs and half the width of the slow tests, one seed."""
+    reached = accuracy("delayed_scaling", 0, SHORT)
+    assert reached >= 75  # 23 % are of the largest class
+    assert abs(reached - FLOAT32_SHORT) <= 2.0
+
+
+@pytest.mark.slow
+def test_the_short_run_in_float32():
+    assert abs(accuracy("none", 0, SHORT) - FLOAT32_SHORT) <= 0.5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["none", *RECIPES])
+def test_a_recipe_learns_as_well_as_float32(recipe):
+    reached = np.array([accuracy(recipe, seed) for seed in SEEDS])
+    reference = np.array([accuracy("none", seed) for seed in SEEDS])
+    print(f"{recipe}: {reached.round(2)} %, mean {reached.mean():.2f} %")
+    assert reached.min() >= 75
+    assert abs(reached.mean() - reference.mean()) <= 2.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [*MESHES, None], ids=lambda w: w or "2 processes")
+@pytest.mark.parametrize("recipe", ["none", "delayed_scaling"])
+def test_a_run_of_several_devices_has_the_curve_of_one(recipe, words, monkeypatch):
+    run = (recipe, 0, words)
+    if words is None:
+        monkeypatch.setenv("XLA_FLAGS", "")
+        monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "1")
+        run = (recipe, 0, "", 2)
+    entries, steps = train(*run)
+    expected, expected_steps = train(recipe, 0)
+    np.testing.assert_allclose(steps[:20], expected_steps[:20], rtol=0.01)
+    for entry, other in zip(entries, expected, strict=True):
+        for name in ("train_loss", "test_loss"):
+            assert entry[name] == pytest.approx(other[name], rel=0.03), name
+    assert abs(accuracy(*run) - accuracy(recipe, 0)) <= 2.0
