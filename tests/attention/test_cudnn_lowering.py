@@ -98,6 +98,8 @@ def test_equals_jax_nn(case):
     same = 1 if case == "mask" and jax.__version_info__ < (0, 11) else 2
     assert len(found[0]) == 2
     assert found[0][:same] == found[1][:same]
+    results = found[0][1][-1].split("->")[1].count("tensor<")
+    assert results == (5 if case == "bias" else 4)  # gradients and the workspace
 
 
 @pytest.mark.parametrize("causal", [False, True])
