@@ -142,8 +142,9 @@ class Einsum(DenseGeneral):
         x = _ordered(x, of_x, rest + self.equation.contracted)
         found = rest + self.equation.new
         if out_sharding is not None:
-            spec = getattr(out_sharding, "spec", out_sharding)
-            spec = (*spec, *(None,) * (len(of_y) - len(spec)))
+            named = isinstance(out_sharding, NamedSharding)
+            spec = tuple(out_sharding.spec if named else out_sharding)
+            spec += (None,) * (len(of_y) - len(spec))
             out_sharding = PartitionSpec(*(spec[of_y.index(a)] for a in found))
         y, _ = _gemm.apply(self, x, out_sharding=out_sharding)
         return _ordered(y, found, of_y)

@@ -1,7 +1,5 @@
 """What the tests of the attention layers share."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -39,10 +37,12 @@ def step(layer, inputs, dy, recipe=None):
     return y, dx, grads
 
 
-@nnx.jit
-def forward(layer, *inputs, **arrays):
-    """The result of a call."""
-    return layer(*inputs, **arrays)
+def forward(layer, *inputs, static=None, **arrays):
+    """The result of a call, in a program that is compiled fast."""
+    run = nnx.jit(
+        lambda layer, inputs, arrays: layer(*inputs, **arrays, **static or {})
+    )
+    return run.lower(layer, inputs, arrays).compile(FAST)(layer, inputs, arrays)
 
 
 def params(layer, seed=None):
@@ -68,18 +68,16 @@ def projections(layer):
 def decoded(layer, inputs, *more, chunks=None):
     """The outputs of token after token, along the axis of the tokens."""
     axis = 0 if layer.transpose_batch_sequence else 1
-    run = nnx.jit(functools.partial(_decode, more=more))
+    run = nnx.jit(lambda layer, x: layer(x, *more, decode=True))
     layer.init_cache(inputs.shape)
-    found, start = [], 0
+    found, start, programs = [], 0, {}
     for count in chunks or (1,) * inputs.shape[axis]:
         part = jax.lax.slice_in_dim(inputs, start, start + count, axis=axis)
-        found.append(run(layer, part))
+        if count not in programs:
+            programs[count] = run.lower(layer, part).compile(FAST)
+        found.append(programs[count](layer, part))
         start += count
     return jnp.concatenate(found, axis)
-
-
-def _decode(layer, x, more):
-    return layer(x, *more, decode=True)
 
 
 def held_to_format(recipe, pairs):

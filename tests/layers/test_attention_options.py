@@ -12,6 +12,7 @@ from flax import nnx
 import te_flax as te
 from te_flax.layers._projections import LOW_RANK_SCOPES
 
+CORE = te.DotProductAttention
 KINDS = {
     "packed": lambda **o: mha(**o),
     "grouped": lambda **o: mha(num_kv_heads=2, **o),
@@ -69,6 +70,12 @@ def test_options_reach_every_projection(kind):
         assert gemm.kernel.dtype == gemm.bias.dtype == jnp.bfloat16, path
         metadata = [v.get_metadata()["tag"] for v in (gemm.kernel, gemm.bias)]
         assert metadata == [1, 2], path
+    cores = [m for _, m in nnx.iter_modules(layer) if isinstance(m, CORE)]
+    assert len(cores) == (2 if kind == "decoder" else 1)
+    for core in cores:
+        assert core.recipe == options["recipe"]
+        assert core.fp8.forward.shape == (5, 3)
+        assert core.transpose_batch_sequence
     for gemm in projections(KINDS[kind](use_bias=False)).values():
         assert gemm.bias is None
 
