@@ -119,6 +119,17 @@ def test_types(match):
     refused(TypeError, match, TYPE_ERRORS[match])
 
 
+@pytest.mark.parametrize("implementation", ["chunked", "reference"])
+@pytest.mark.parametrize(("b", "t", "s"), [(0, 3, 4), (2, 0, 4), (2, 3, 0)])
+def test_nothing_to_attend_to(implementation, b, t, s):
+    q, k = jnp.ones((b, t, N, H)), jnp.ones((b, s, K, H))
+    options = {"mask_type": "causal", "implementation": implementation}
+    o, lse = te.dot_product_attention(q, k, k, return_residual=True, **options)
+    assert o.shape == q.shape
+    assert not np.any(o)
+    assert lse.shape == (b, N, t)
+
+
 def test_numbers_are_not_looked_at_under_jit():
     f = lambda n: te.dot_product_attention(Q, KEYS, VALUES, q_seqlen=n)
     assert jax.jit(f)(LENGTHS + 1).shape == (*Q.shape[:3], VALUES.shape[-1])

@@ -142,6 +142,14 @@ def test_pages(implementation, layout):
     np.testing.assert_array_equal(got, want)
 
 
+def test_a_key_on_no_page_is_nan():
+    pages, table = normal(3, 4, K, H), integers([0, 1], [2, -1])
+    options = {"page_table": (table, table), "kv_seqlen": jnp.array([8, 5])}
+    o = attend(Q, pages, pages, **options)
+    assert np.isfinite(o[0]).all()
+    assert np.isnan(o[1]).all()
+
+
 @both
 def test_what_is_not_seen_does_not_leak(implementation):
     """NaN and Inf in padding, behind a causal mask and in the other's queries."""

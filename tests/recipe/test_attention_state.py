@@ -91,3 +91,15 @@ def test_checkpoints():
     assert "mailbox" not in saved["fp8"]
     te.restore_state(other, saved)
     np.testing.assert_array_equal(other.fp8.dy[...], model.fp8.dy[...])
+
+
+def test_gradients_take_their_history_inside_value_and_grad():
+    model, flags = Attention(), []
+
+    def loss(m):
+        flags.append(m.fp8.tracked)
+        return jnp.sum(m.q[...])
+
+    te.value_and_grad(loss)(model)
+    assert flags == [True]
+    assert not model.fp8.tracked

@@ -28,6 +28,7 @@ from te_flax.functional.attention.checks import (
 )
 from te_flax.functional.attention.fp8 import AttentionConfig, AttentionState
 from te_flax.functional.attention.options import (
+    INTEGERS,
     LAYOUTS,
     WHERE,
     Operands,
@@ -204,9 +205,13 @@ def _run(options: Options, operands: Operands, given: Any, implementation: str |
             o, lse = _ATTEND[chosen](options, problem)
         else:
             o, lse, amaxes = _emulation.attend(config, options, axes, problem, state)
-        return lay(options, o), lse.reshape(lse.shape[0], -1, lse.shape[-1]), amaxes
+        b, *split, t = lse.shape
+        return lay(options, o), lse.reshape(b, split[0] * split[1], t), amaxes
 
-    operands = operands._replace(dropout_key=_words(options, operands))
+    operands = operands._replace(
+        dropout_key=_words(options, operands),
+        **{name: _int32(getattr(operands, name)) for name in INTEGERS},
+    )
     o, lse, amaxes = mesh.run(local, options, operands, sizes, state)
     found = (o, *[lse] * options.return_residual, *[amaxes] * (config is not None))
     return found if len(found) > 1 else o
@@ -223,6 +228,10 @@ def _fp8(given: Any) -> tuple[AttentionConfig | None, AttentionState | None]:
         remedy = "pass fp8=te.AttentionConfig()"
         raise TypeError(message(WHERE, "fp8", rule, repr(given)[:60], remedy))
     return pair
+
+
+def _int32(tree: Any) -> Any:
+    return jax.tree.map(lambda a: a.astype(jnp.int32), tree)
 
 
 def _pair(name: str, given: Any) -> tuple[Array, Array] | None:

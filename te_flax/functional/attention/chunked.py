@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from te_flax.functional._core import add
-from te_flax.functional.attention import blocks
+from te_flax.functional.attention import blocks, reference
 from te_flax.functional.attention import scores as _scores
 from te_flax.functional.attention.gradients import (
     Sums,
@@ -24,7 +24,6 @@ from te_flax.functional.attention.gradients import (
 )
 from te_flax.functional.attention.options import Options
 from te_flax.functional.attention.problem import Problem, varying
-from te_flax.functional.attention.reference import log_sum
 from te_flax.typing import Array
 
 
@@ -54,6 +53,8 @@ def attend(options: Options, problem: Problem) -> tuple[Array, Array]:
     Products take operands of q's dtype and add up in float32.
     """
     queries, keys = problem.q.shape[3], problem.k.shape[2]
+    if 0 in (*problem.q.shape, keys):  # there is nothing to cut
+        return reference.attend(options, problem)
     sizes = blocks.block_size(queries), blocks.block_size(keys)
     wide = [
         -(-n // size) * size for n, size in zip((queries, keys), sizes, strict=True)
@@ -177,7 +178,7 @@ def _rows_forward(static: _Static, i: Array, part: Problem) -> tuple[Array, Arra
 
     carry = _vary(static, (top, total, acc))
     top, total, acc = _each_key_block(static, part, i, body, carry)
-    _, safe, lse = log_sum(total, top)
+    _, safe, lse = reference.log_sum(total, top)
     return (acc / safe[..., None]).astype(part.q.dtype), lse
 
 

@@ -18,6 +18,14 @@ MASK_TYPES = (
     "padding_causal_bottom_right",
 )
 SOFTMAX_TYPES = ("vanilla", "off_by_one", "learnable")
+INTEGERS = (  # fields of Operands
+    "segment_ids",
+    "positions",
+    "q_seqlen",
+    "kv_seqlen",
+    "offsets",
+    "page_table",
+)
 Pair = tuple[Array, Array]
 Band = tuple[int | None, int | None]
 

@@ -94,7 +94,7 @@ def pose(options: Options, operands: Operands, batch: Array, heads: Array) -> Pr
 
 def lay(options: Options, o: Array) -> Array:
     """From ``[B, K, G, T, Hv]`` to the user's layout."""
-    o = o.reshape(o.shape[0], -1, *o.shape[3:])
+    o = o.reshape(o.shape[0], o.shape[1] * o.shape[2], *o.shape[3:])
     return jnp.transpose(o, ["BNT".index(d) for d in options.layout[:3]] + [3])
 
 
@@ -113,7 +113,8 @@ def _gathered(pages: Array, table: Array) -> Array:
     found = jnp.where(table < 0, outside, table)
     taken = jnp.take(pages, found, axis=0, mode="fill", fill_value=jnp.nan)
     taken = jnp.swapaxes(taken, 1, 2)
-    return taken.reshape(*taken.shape[:2], -1, taken.shape[-1])
+    b, heads, count, size, dim = taken.shape
+    return taken.reshape(b, heads, count * size, dim)
 
 
 def _matrices(operands: Operands, split: tuple[int, int]):
