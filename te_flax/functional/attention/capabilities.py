@@ -8,6 +8,7 @@ import dataclasses
 import os
 import re
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,8 @@ IMPLEMENTATIONS = ("cudnn", "chunked", "reference")  # in the order of preferenc
 
 def _platform() -> str:
     """Where a program runs unless it is told otherwise."""
-    device = jax.config.jax_default_device
+    config: Any = jax.config
+    device = config.jax_default_device
     if device is None:
         return jax.default_backend()
     return device if isinstance(device, str) else device.platform
