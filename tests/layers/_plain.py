@@ -114,7 +114,8 @@ def layer(p, o, x, encoded=None):
     if "relative_embedding" in p:
         table = p["relative_embedding"]["embedding"]
         bias = table[:, buckets(x.shape[1], x.shape[1], o["layer_type"] == "encoder")]
-    y, h = attention(p["self_attention"], x, None, o, True, bias)
+    causal = o["self_attn_mask_type"] == "causal"
+    y, h = attention(p["self_attention"], x, None, o, causal, bias)
     x = y + (h if post else x)
     if encoded is not None:
         y, h = attention(p["cross_attention"], x, encoded, o, False)

@@ -16,7 +16,7 @@ CAUSAL = {"attn_mask_type": "causal"}
 # test_transformer_layer.py has packed and grouped kernels, both kinds of RoPE, relative
 # biases, a window to the left, a sink and cross attention.
 CASES = {
-    "grouped": {"num_kv_heads": 1, "normalize_qk": True},
+    "grouped": {"num_kv_heads": 1, "normalize_qk": True, "enable_rotary_pos_emb": True},
     "apart": {"fuse_qkv_params": False, "window_size": (2, 0)},
     "type": {"attn_mask_type": "padding_causal", "softmax_type": "off_by_one"},
 }
