@@ -50,5 +50,5 @@ def settings(options: argparse.Namespace, fingerprint: str) -> dict[str, Any]:
         fingerprint: of the data set.
     """
     names = ("recipe", "epochs", "batch_size", "seed")
-    names += ("layers", "hidden", "heads", "length")
+    names += ("layers", "hidden", "heads", "length", "sequence_first")
     return {name: getattr(options, name) for name in names} | {"data": fingerprint}

@@ -46,57 +46,59 @@ def create(options: argparse.Namespace, dataset: data.Dataset, steps: int):
     return make()
 
 
+def run(
+    options, recipe, dataset: data.Dataset, place, checkpoints: Checkpoints
+) -> None:
+    """Trains from the last checkpoint to the last epoch, showing the progress."""
+    batch_size, seed = options.batch_size, options.seed
+    steps = len(dataset.train_labels) // batch_size
+    with te.autocast(recipe):  # gives the amax histories the length of the recipe's
+        model, optimizer = create(options, dataset, options.epochs * steps)
+    earlier = checkpoints.restore(model, optimizer)
+    with Report(
+        options.recipe,
+        steps * options.epochs,
+        done=steps * len(earlier),
+        metrics=options.metrics,
+        earlier=earlier,
+        quiet=jax.process_index() > 0,  # one process speaks for all
+    ) as report:
+        for entry in training.fit(
+            model,
+            optimizer,
+            recipe,
+            epochs=range(len(earlier) + 1, options.epochs + 1),
+            train_batches=lambda epoch: map(
+                place, data.train_batches(dataset, batch_size, seed, epoch)
+            ),
+            eval_batches=lambda: map(place, data.eval_batches(dataset, batch_size)),
+            on_step=report.step,
+        ):
+            report.epoch(entry)
+            checkpoints.save(model, optimizer, report.history)
+    title = f"Encoder example on {dataset.name}, recipe {options.recipe}"
+    report.plot(options.plot, title)
+
+
 def train(argv: list[str] | None) -> None:
-    """Trains, showing progress, and writes metrics, checkpoints and the plot."""
+    """Reads the options and the data, and trains on the mesh that they name."""
     options = parse(argv)
     if options.distributed:
         mesh.join_processes()
     recipe = command_line.load_recipe(options.recipe)
     dataset = data.load(options.data, options.length)
     layout = mesh.layout(options)
-    batch_size = options.batch_size
-    command_line.check_batch_size(batch_size, len(dataset.train_labels))
-    one_speaks = jax.process_index() == 0  # for all processes of the run
-    if one_speaks:
+    command_line.check_batch_size(options.batch_size, len(dataset.train_labels))
+    if jax.process_index() == 0:
         command_line.check_writable("--metrics", options.metrics)
         command_line.check_writable("--plot", options.plot)
-    steps = len(dataset.train_labels) // batch_size
     decisive = settings(options, dataset.fingerprint())
-
     with (
         jax.set_mesh(layout.mesh),
         nnx.logical_axis_rules(layout.rules),
         Checkpoints(options.checkpoints, decisive) as checkpoints,
     ):
-        with te.autocast(recipe):  # gives the amax histories the length of the recipe's
-            model, optimizer = create(options, dataset, options.epochs * steps)
-        earlier = checkpoints.restore(model, optimizer)
-        with Report(
-            options.recipe,
-            steps * options.epochs,
-            done=steps * len(earlier),
-            metrics=options.metrics,
-            earlier=earlier,
-            quiet=not one_speaks,
-        ) as report:
-            for entry in training.fit(
-                model,
-                optimizer,
-                recipe,
-                epochs=range(len(earlier) + 1, options.epochs + 1),
-                train_batches=lambda epoch: map(
-                    layout.place,
-                    data.train_batches(dataset, batch_size, options.seed, epoch),
-                ),
-                eval_batches=lambda: map(
-                    layout.place, data.eval_batches(dataset, batch_size)
-                ),
-                on_step=report.step,
-            ):
-                report.epoch(entry)
-                checkpoints.save(model, optimizer, report.history)
-    title = f"Encoder example on {dataset.name}, recipe {options.recipe}"
-    report.plot(options.plot, title)
+        run(options, recipe, dataset, layout.place, checkpoints)
 
 
 def main(argv: list[str] | None = None) -> int:
