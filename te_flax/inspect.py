@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from te_flax.errors import message
-from te_flax.layers import _gemm
 from te_flax.paths import Place, check_model, places
 from te_flax.quantize.statistics import Statistics
 from te_flax.recipe.base import Recipe
@@ -153,7 +152,9 @@ def _operands(
     kernel = getattr(owner, "kernel", None)
     if kernel is not None:
         k_ndim = len(owner.in_features)
-        matrix = _gemm.matrix(owner, kernel[index or ...])
+        matrix = kernel[index or ...]
+        if hasattr(owner, "matrix"):
+            matrix = owner.matrix(matrix)
         rows[1] = kernel_statistics(
             recipe or Recipe(), matrix, k_ndim, known.get("kernel")
         )

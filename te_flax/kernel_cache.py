@@ -7,7 +7,7 @@ from typing import Any
 from flax import nnx
 
 from te_flax.errors import message
-from te_flax.layers import _fp8, _gemm
+from te_flax.layers import _fp8
 from te_flax.layers.dense_general import DenseGeneral
 from te_flax.layers.layer_norm_mlp import LayerNormMLP
 from te_flax.recipe.context import resolve
@@ -77,7 +77,7 @@ def _fill(layer: DenseGeneral, middle: bool) -> None:
     recipe = resolve(layer.recipe)
     if recipe is None:
         return
-    kernel, k_ndim = _gemm.matrix(layer, layer.kernel[...]), len(layer.in_features)
+    kernel, k_ndim = layer.matrix(layer.kernel[...]), len(layer.in_features)
     stacked = kernel.ndim - k_ndim - len(layer.out_features)
     if middle:
         kernel = kernel[..., None, :]

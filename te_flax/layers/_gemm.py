@@ -24,15 +24,6 @@ def lora(layer: Any) -> Lora | None:
     return Lora(layer.lora_a[...], layer.lora_b[...])
 
 
-def matrix(layer: Any, kernel: Array) -> Array:
-    """The kernel as ``[*in, *out]``, behind the dims of stacked layers."""
-    order = layer.kernel_order
-    if order is None:
-        return kernel
-    stacked = kernel.ndim - len(order)
-    return jnp.transpose(kernel, (*range(stacked), *(stacked + i for i in order)))
-
-
 def common(
     layer: Any,
     recipe: Recipe | None,
@@ -65,7 +56,7 @@ def record(
         layer.fp8,
         recipe,
         x=x,
-        kernel=matrix(layer, layer.kernel[...]),
+        kernel=layer.matrix(layer.kernel[...]),
         k_ndim=len(layer.axis),
         scales=state.scales,
     )
@@ -94,7 +85,7 @@ def apply(
         y, and norm(x) or None.
     """
     recipe = resolve(layer.recipe)
-    kernel = matrix(layer, layer.kernel[...])
+    kernel = layer.matrix(layer.kernel[...])
     bias = None if layer.bias is None else layer.bias[...]
     px, pkernel, pbias = layer.promote_dtype((x, kernel, bias), dtype=layer.dtype)
     out_dtype = jnp.dtype(layer.preferred_element_type or px.dtype).name

@@ -238,9 +238,8 @@ class DotProductAttention(nnx.Module):
         if self.float32_logits:
             query, key, value = (a.astype(jnp.float32) for a in (query, key, value))
         batch = None if query.ndim == 4 else query.shape[:-3]
-        whole: Any = [one_batch(a, batch) for a in (query, key, value)]
-        query, key, value = whole
-        mask, bias = one_batch(mask, batch), one_batch(bias, batch)
+        arrays: Any = [one_batch(a, batch) for a in (query, key, value, mask, bias)]
+        query, key, value, mask, bias = arrays
         rate, drop_key = self._dropout(dropout_rng, dropout_rate, deterministic)
         mask_type = mask_type or self._mask_type(is_causal)
         padding = (segment_ids, q_seqlen, kv_seqlen)

@@ -181,6 +181,21 @@ class DenseGeneral(nnx.Module):
         """
         return _gemm.apply(self, self._contracted_last(x), out_sharding=out_sharding)[0]
 
+    def matrix(self, kernel: Array) -> Array:
+        """The kernel as ``[*in, *out]``, behind the dims of stacked layers.
+
+        Args:
+            kernel: the layer's, or some of those that are stacked in it.
+
+        Returns:
+            The same numbers; the same array unless the layer keeps another order.
+        """
+        if self.kernel_order is None:
+            return kernel
+        stacked = kernel.ndim - len(self.kernel_order)
+        order = (*range(stacked), *(stacked + i for i in self.kernel_order))
+        return jnp.transpose(kernel, order)
+
     def _contracted_last(self, x: Array) -> Array:
         """Checks x and moves its contracted axes to the end."""
         where = type(self).__name__

@@ -45,7 +45,7 @@ _KEPT = (
     "attention_axes",
     "transpose_batch_sequence",
 )
-# Arguments that all projections take.
+# Those that all projections take.
 _DENSE = (
     "use_bias",
     "bias_init",
@@ -181,7 +181,7 @@ class MultiHeadAttention(KVCache):
     return_layernorm_output: bool
     dropout_rng_name: str
     decode: bool
-    packed: bool  # whether all three projections share a kernel
+    packed: bool  # all three projections share a kernel
     query_ln: Any
     key_ln: Any
     out: Any
@@ -332,8 +332,8 @@ class MultiHeadAttention(KVCache):
         """
         decode = self.decode if decode is None else decode
         sequence = 0 if self.transpose_batch_sequence else 1
-        lengths = {"q_seqlen": q_seqlen, "kv_seqlen": kv_seqlen, "offsets": offsets}
-        whole = {"segment_ids": segment_ids, **lengths}
+        whole = {"segment_ids": segment_ids, "offsets": offsets}
+        whole |= {"q_seqlen": q_seqlen, "kv_seqlen": kv_seqlen}
         with part_of(_WHERE, x="inputs_q"):
             batch, inputs = self._inputs(inputs_q, inputs_k, inputs_v)
             made = project(self, inputs, qkv_sharding)
@@ -371,8 +371,9 @@ class MultiHeadAttention(KVCache):
             y = self._out(context, out_sharding)
         if overrun is not None:
             y = jnp.where(overrun, jnp.asarray(jnp.nan, y.dtype), y)
-        results = (y, made.normed) if self.return_layernorm_output else (y,)
-        results = tuple(_batched(a, batch) for a in results)
+        results = (y, made.normed)
+        if batch is not None:
+            results = tuple(a.reshape(*batch, *a.shape[-2:]) for a in results)
         return results if self.return_layernorm_output else results[0]
 
     def _axes(self, name: str, ndim: int) -> Axes | None:
@@ -397,7 +398,3 @@ class MultiHeadAttention(KVCache):
             out_sharding = asked.explicit
         y = self.out(context, out_sharding=out_sharding)
         return sharding.Placement(auto=asked.auto)(checkpoint_name(y, "out_proj"))
-
-
-def _batched(array: Array, batch: tuple[int, ...] | None) -> Array:
-    return array if batch is None else array.reshape(*batch, *array.shape[-2:])
