@@ -1,5 +1,7 @@
 """What the tests of the attention layers share."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,11 +11,11 @@ from flax import nnx
 import te_flax as te
 
 
-def mha(*sizes, seed=0, **kwargs):
+def mha(*sizes, seed=0, **kwargs) -> Any:
     return te.MultiHeadAttention(*(sizes or (4, 32)), rngs=nnx.Rngs(seed), **kwargs)
 
 
-def block(*sizes, seed=0, **kwargs):
+def block(*sizes, seed=0, **kwargs) -> Any:
     sizes = sizes or (32, 64, 4)
     return te.TransformerLayer(*sizes, rngs=nnx.Rngs(seed), **kwargs)
 

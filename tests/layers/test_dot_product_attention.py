@@ -1,5 +1,7 @@
 """DotProductAttention alone and inside flax.nnx's layer; positions as formulas."""
 
+from typing import Any
+
 import _plain
 import jax
 import jax.numpy as jnp
@@ -59,7 +61,7 @@ def test_a_mask_of_padding_takes_the_place_of_lengths():
 
 def test_wide_logits_keep_the_dtype():
     narrow = [a.astype(jnp.bfloat16) for a in (Q, K, V)]
-    exact = te.dot_product_attention(*(a.astype(jnp.float32) for a in narrow))
+    exact: Any = te.dot_product_attention(*(a.astype(jnp.float32) for a in narrow))
     wide = attend(float32_logits=True)(*narrow)
     assert wide.dtype == jnp.bfloat16
     np.testing.assert_array_equal(wide, exact.astype(jnp.bfloat16))
