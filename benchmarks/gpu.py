@@ -23,7 +23,7 @@ import te_flax as te
 from benchmarks import attention_gpu
 from benchmarks.baselines import BASELINES, LAYERS
 from benchmarks.layers import FAMILIES
-from benchmarks.peers import PEERS, Step, Work, nnx_step, plain
+from benchmarks.peers import HEAD_DIM, PEERS, Step, Work, nnx_step, plain
 from te_flax.ops import mxfp8, quantize
 from te_flax.ops._fused import Variant
 
@@ -44,12 +44,23 @@ def _mlp(name: str, activations: tuple[str, ...]) -> Work:
     return Work(f"LayerNormMLP {name}", "mlp", shape, mid, activations, flops)
 
 
+def _transformer() -> Work:
+    batch, sequence, hidden, mid = 8, 2048, 4096, 16384
+    products = 4 * hidden * hidden + 2 * hidden * mid
+    # Half of the scores; their two products forward, five backward.
+    attention = 2 * sequence * hidden * 3.5 / 2
+    flops = batch * sequence * (6.0 * products + 2 * attention)
+    shape = (batch, sequence, hidden)
+    return Work("TransformerLayer gelu", "transformer", shape, mid, ("gelu",), flops)
+
+
 WORKS = {
     "dense_wide": _dense(16384, 4096, 16384),
     "dense_square": _dense(16384, 4096, 4096),
     "dense_small": _dense(4096, 4096, 4096),
     "mlp_gelu": _mlp("gelu", ("gelu",)),
     "mlp_swiglu": _mlp("silu x linear", ("silu", "linear")),
+    "transformer": _transformer(),
 }
 PRODUCTS = (  # m, n, k
     (16384, 16384, 4096),
@@ -60,22 +71,35 @@ PRODUCTS = (  # m, n, k
 )
 
 
-def ours(work: Work, recipe: Any) -> Step:
-    """Our layer under a recipe."""
-    rngs, hidden = nnx.Rngs(0), work.shape[-1]
+def _model(work: Work) -> Any:
+    hidden = work.shape[-1]
+    common = {"dtype": jnp.bfloat16, "rngs": nnx.Rngs(0)}
     if work.kind == "dense":
-        model: Any = te.DenseGeneral(
-            hidden, work.features, use_bias=False, dtype=jnp.bfloat16, rngs=rngs
-        )
-    else:
-        model = te.LayerNormMLP(
+        return te.DenseGeneral(hidden, work.features, use_bias=False, **common)
+    if work.kind == "transformer":
+        return te.TransformerLayer(
             hidden,
             work.features,
-            activations=work.activations,
-            use_bias=len(work.activations) == 1,
-            dtype=jnp.bfloat16,
-            rngs=rngs,
+            hidden // HEAD_DIM,
+            mlp_activations=work.activations,
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+            enable_relative_embedding=False,
+            scale_attn_logits=True,
+            **common,
         )
+    return te.LayerNormMLP(
+        hidden,
+        work.features,
+        activations=work.activations,
+        use_bias=len(work.activations) == 1,
+        **common,
+    )
+
+
+def ours(work: Work, recipe: Any) -> Step:
+    """Our layer under a recipe."""
+    model = _model(work)
 
     def context():
         return te.autocast(recipe, enabled=recipe is not None)

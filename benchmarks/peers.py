@@ -18,6 +18,7 @@ from flax import linen, nnx
 from te_flax.typing import Array
 
 Step = Callable[[], Any]
+HEAD_DIM = 128
 
 
 class Work(NamedTuple):
@@ -25,7 +26,7 @@ class Work(NamedTuple):
 
     Attributes:
         name: of the row.
-        kind: "dense" or "mlp".
+        kind: "dense", "mlp", or "transformer": a causal layer with heads of 128.
         shape: of x; features come last.
         features: of the dense layer's result, or of the MLP's middle.
         activations: of the MLP; its dense layers have biases unless it is gated.
@@ -80,6 +81,30 @@ class PlainMLP(nnx.Module):
         return self.wo(nnx.gelu(h))
 
 
+class PlainTransformer(nnx.Module):
+    """LayerNorm, attention and the MLP with their residuals, written with flax.nnx."""
+
+    def __init__(self, work: Work, rngs: nnx.Rngs):
+        hidden = work.shape[-1]
+        heads = (hidden // HEAD_DIM, HEAD_DIM)
+        common = {"dtype": jnp.bfloat16, "rngs": rngs}
+        self.norm = nnx.LayerNorm(hidden, use_fast_variance=False, **common)
+        self.qkv = nnx.LinearGeneral(hidden, (3, *heads), **common)
+        self.out = nnx.LinearGeneral(heads, hidden, axis=(-2, -1), **common)
+        self.mlp = PlainMLP(work, rngs)
+
+    def __call__(self, x: Array) -> Array:
+        """Maps [batch, sequence, hidden] to the same shape."""
+        qkv = self.qkv(self.norm(x))
+        kind = "cudnn" if jax.default_backend() == "gpu" else "xla"
+        q, k, v = (qkv[..., i, :, :] for i in range(3))
+        made = jax.nn.dot_product_attention(
+            q, k, v, is_causal=True, implementation=kind
+        )
+        x = x + self.out(made)
+        return x + self.mlp(x)
+
+
 def plain(work: Work) -> Step:
     """XLA in bfloat16 through flax.nnx."""
     rngs = nnx.Rngs(0)
@@ -92,7 +117,8 @@ def plain(work: Work) -> Step:
             rngs=rngs,
         )
     else:
-        model = PlainMLP(work, rngs)
+        blocks = {"mlp": PlainMLP, "transformer": PlainTransformer}
+        model = blocks[work.kind](work, rngs)
     return nnx_step(model, work, nnx.value_and_grad, contextlib.nullcontext)
 
 
@@ -181,7 +207,22 @@ def transformer_engine(work: Work, recipe: str) -> Step:
         "delayed_scaling": recipes.DelayedScaling,
         "current_scaling": recipes.Float8CurrentScaling,
     }[recipe]()
-    if work.kind == "dense":
+    if work.kind == "transformer":
+        model = te_linen.TransformerLayer(
+            hidden_size=work.shape[-1],
+            mlp_hidden_size=work.features,
+            num_attention_heads=work.shape[-1] // HEAD_DIM,
+            mlp_activations=work.activations,
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+            intermediate_dropout=0.0,
+            enable_relative_embedding=False,
+            scale_attn_logits=True,
+            use_bias=True,
+            transpose_batch_sequence=False,
+            dtype=jnp.bfloat16,
+        )
+    elif work.kind == "dense":
         model = te_linen.DenseGeneral(work.features, use_bias=False, dtype=jnp.bfloat16)
     else:
         model = te_linen.LayerNormMLP(
