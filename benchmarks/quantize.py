@@ -35,6 +35,7 @@ OURS: dict[str, Callable] = {
 
 
 def seconds(fn: Callable, *arrays: Array) -> float:
+    """How long one call takes."""
     start = time.perf_counter()
     jax.block_until_ready(fn(*arrays))
     return time.perf_counter() - start

@@ -117,6 +117,32 @@ def test_score_mod(implementation):
         close_to(a, np.asarray(b), 1e-5 * max(1, float(jnp.max(jnp.abs(b)))))
 
 
+@both
+def test_score_mod_takes_numbers(implementation):
+    def f(q, *factors):
+        options = {"score_mod": lambda s, b, n, t, k, x, y: s * x * y}
+        o = te.dot_product_attention(
+            q, q, q, score_mod_args=factors, implementation=implementation, **options
+        )
+        return jnp.sum(o)
+
+    run = jax.grad(f)
+    np.testing.assert_array_equal(
+        run(Q, 2.0, np.float32(3)), run(Q, jnp.float32(2), jnp.float32(3))
+    )
+
+
+@both
+def test_an_infinite_sink_leaves_nothing(implementation):
+    sink = normal(N).at[1].set(jnp.inf)
+    got = gradients({"softmax_type": "learnable", "sink": sink}, implementation)
+    for name in ("o", "dq"):
+        assert not np.any(got[name][:, :, 1])
+        assert np.all(np.any(got[name][:, :, [0, 2, 3]], axis=(0, 1, 3)))
+    assert float(got["sink"][1]) == 0
+    assert all(np.isfinite(a).all() for a in got.values())
+
+
 def looked_up(scores, b, n, t, s, queries, keys):
     """NaN beyond the tables, and no derivative at 0."""
     found = jnp.take(queries, t) + jnp.take(keys, s)
