@@ -151,7 +151,8 @@ def test_numbers_of_numpy():
 
 def test_no_heads_have_no_slopes():
     q, k = jnp.ones((B, T, 0, H)), jnp.ones((B, S, 1, H))
-    assert te.dot_product_attention(q, k, k, alibi_slopes=True).shape == q.shape
+    o = te.dot_product_attention(q, k, k, alibi_slopes=True)
+    assert np.shape(o) == q.shape
 
 
 def test_numbers_are_not_looked_at_under_jit():

@@ -75,9 +75,9 @@ def dot_product_attention(
     """Computes ``o = dropout(softmax(scores)) . v``, ``scores = scale q . k + bias``.
 
     A key that a query does not see contributes nothing, not even a NaN (but cuDNN wants
-    it finite); a query that sees no key gets 0 and passes no gradient on. All that
-    limits what a query sees applies at once: mask, mask_type, lengths or segments,
-    window.
+    it finite, and a bias too without a mask); a query that sees no key gets 0 and
+    passes no gradient on. All that limits what a query sees applies at once: mask,
+    mask_type, lengths or segments, window.
 
     Args:
         q: ``[B, T, N, H]`` in the order of ``layout``; float32, bfloat16 or float16,
