@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import te_flax as te
-from benchmarks.quantize import _seconds
+from benchmarks.quantize import seconds
 
 HEADS, DIM = 8, 64
 TIMED, MEASURED = 512, 4096  # lengths
@@ -79,7 +79,7 @@ def measure(mask: str, dtype: type, backward: bool, repeats: int) -> dict:
     times: dict[str, list[float]] = {key: [] for key in runs}
     for _ in range(repeats):
         for key, run in runs.items():
-            times[key].append(_seconds(lambda run=run: run(*arrays)))
+            times[key].append(seconds(lambda run=run: run(*arrays)))
     median = {key: 1e3 * statistics.median(t) for key, t in times.items()}
     long = _arrays(MEASURED, 1, dtype, backward)
     memory = {key: _temporary(run, long) / 2**20 for key, run in runs.items()}

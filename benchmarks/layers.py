@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.baselines import LAYERS
-from benchmarks.quantize import Memcpy, _seconds
+from benchmarks.quantize import Memcpy, seconds
 from te_flax.ops import _extension
 from te_flax.ops._fused import Family, Variant
 from te_flax.ops.activation import ACT_BWD, ACT_FWD
@@ -78,7 +78,7 @@ def measure(name: str, scaling: str, dtype: type, repeats: int) -> dict:
     times: dict[str, list[float]] = {key: [] for key in runs}
     for _ in range(repeats):
         for key, run in runs.items():
-            times[key].append(_seconds(run))
+            times[key].append(seconds(run))
     median = {key: 1e3 * statistics.median(t) for key, t in times.items()}
     return {
         "op": f"{name}_{scaling}_rowcol",

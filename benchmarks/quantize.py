@@ -34,7 +34,8 @@ OURS: dict[str, Callable] = {
 }
 
 
-def _seconds(fn: Callable, *arrays: Array) -> float:
+def seconds(fn: Callable, *arrays: Array) -> float:
+    """How long one call takes."""
     start = time.perf_counter()
     jax.block_until_ready(fn(*arrays))
     return time.perf_counter() - start
@@ -66,9 +67,9 @@ def measure(op: str, shape: tuple[int, int], dtype: type, repeats: int) -> dict:
     jax.block_until_ready(baseline(*arrays))
     times: dict[str, list[float]] = {"ours": [], "baseline": [], "memcpy": []}
     for _ in range(repeats):
-        times["ours"].append(_seconds(ours, *arrays))
-        times["baseline"].append(_seconds(baseline, *arrays))
-        times["memcpy"].append(_seconds(memcpy))
+        times["ours"].append(seconds(ours, *arrays))
+        times["baseline"].append(seconds(baseline, *arrays))
+        times["memcpy"].append(seconds(memcpy))
     median = {name: 1e3 * statistics.median(t) for name, t in times.items()}
     return {
         "op": op,

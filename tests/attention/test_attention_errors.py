@@ -45,7 +45,7 @@ VALUE_ERRORS = {
     "sink must be given if and only if": {"softmax_type": "learnable"},
     r"sink must have shape \(4,\)": {"softmax_type": "learnable", "sink": jnp.ones(K)},
     r"alibi_slopes must have shape \(4,\)": {"alibi_slopes": jnp.ones(3)},
-    "dropout_rate must be a number >= 0 and < 1": {"dropout_rate": 1.0},
+    "dropout_rate must be a Python number >= 0 and < 1": {"dropout_rate": 1.0},
     "dropout_key must be given where dropout_rate > 0": {"dropout_rate": 0.5},
     "max_segments must be None or an integer >= 1": {"max_segments": 0},
     r"segment_ids must lie in \[0, 3\], got 4": {
@@ -93,6 +93,14 @@ TYPE_ERRORS = {
         "q": np.ones((B, T, N, H))
     },
     "mask must be boolean or floating": {"mask": jnp.ones((T, S), jnp.int32)},
+    "dropout_key must be one random key, got 3; pass jax.random.key": {
+        "dropout_rate": 0.5,
+        "dropout_key": 3,
+    },
+    r"dropout_key must be one random key, got float32 \(2,\)": {
+        "dropout_rate": 0.5,
+        "dropout_key": jnp.ones(2),
+    },
     "bias must be floating": {"bias": jnp.ones((T, S), jnp.int32)},
     "q_seqlen must be int32": {"q_seqlen": jnp.ones(B)},
     "score_mod must be callable": {"score_mod": "tanh"},
@@ -128,6 +136,23 @@ def test_nothing_to_attend_to(implementation, b, t, s):
     assert o.shape == q.shape
     assert not np.any(o)
     assert lse.shape == (b, N, t)
+
+
+def test_numbers_of_numpy():
+    key = jax.random.key(0)
+    got, want = (
+        te.dot_product_attention(
+            Q, KEYS, VALUES, window=window, dropout_rate=rate, dropout_key=key
+        )
+        for window, rate in ((np.int64(2), np.float32(0.5)), (2, 0.5))
+    )
+    np.testing.assert_array_equal(got, want)
+
+
+def test_no_heads_have_no_slopes():
+    q, k = jnp.ones((B, T, 0, H)), jnp.ones((B, S, 1, H))
+    o = te.dot_product_attention(q, k, k, alibi_slopes=True)
+    assert np.shape(o) == q.shape
 
 
 def test_numbers_are_not_looked_at_under_jit():

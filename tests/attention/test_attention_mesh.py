@@ -167,6 +167,15 @@ def test_a_sharded_sequence_is_refused(types, spec, dim):
             te.dot_product_attention(q, k, v)
 
 
+@pytest.mark.parametrize("kind", [A, E])
+def test_an_axis_of_size_1_cuts_nothing(kind):
+    on = jax.make_mesh((2, 1), ("dp", "sp"), axis_types=(kind, kind))
+    with jax.set_mesh(on):
+        placed = [jax.device_put(a, NamedSharding(on, P("dp", "sp"))) for a in ARGS[:3]]
+        got = te.dot_product_attention(*placed)
+    close_to(got, np.asarray(te.dot_product_attention(*ARGS[:3])), 1e-6)
+
+
 def test_key_heads_that_the_shards_do_not_divide():
     on = mesh(E, E)
     shapes = ((B, T, 8, H), (B, T, 2, H))

@@ -117,6 +117,56 @@ def test_score_mod(implementation):
         close_to(a, np.asarray(b), 1e-5 * max(1, float(jnp.max(jnp.abs(b)))))
 
 
+@both
+def test_score_mod_takes_numbers(implementation):
+    def f(q, *factors):
+        options = {"score_mod": lambda s, b, n, t, k, x, y: s * x * y}
+        o = te.dot_product_attention(
+            q, q, q, score_mod_args=factors, implementation=implementation, **options
+        )
+        return jnp.sum(o)
+
+    run = jax.grad(f)
+    np.testing.assert_array_equal(
+        run(Q, 2.0, np.float32(3)), run(Q, jnp.float32(2), jnp.float32(3))
+    )
+
+
+@both
+def test_an_infinite_sink_leaves_nothing(implementation):
+    sink = normal(N).at[1].set(jnp.inf)
+    got = gradients({"softmax_type": "learnable", "sink": sink}, implementation)
+    for name in ("o", "dq"):
+        assert not np.any(got[name][:, :, 1])
+        assert np.all(np.any(got[name][:, :, [0, 2, 3]], axis=(0, 1, 3)))
+    assert float(got["sink"][1]) == 0
+    assert all(np.isfinite(a).all() for a in got.values())
+
+
+def looked_up(scores, b, n, t, s, queries, keys):
+    """NaN beyond the tables, and no derivative at 0."""
+    found = jnp.take(queries, t) + jnp.take(keys, s)
+    return jnp.sqrt(jnp.abs(scores)) + found
+
+
+def test_score_mod_meets_no_padding():
+    k = KEYS[:, :T]  # two blocks of 4 of both sides
+
+    def passes(implementation):
+        def f(q, k, *tables):
+            options = {"score_mod": looked_up, "score_mod_args": tables}
+            o = te.dot_product_attention(
+                q, k, k, implementation=implementation, **options
+            )
+            return jnp.sum(o * Q)
+
+        run = jax.jit(jax.grad(f, range(4)), compiler_options=FAST)
+        return run(Q, k, jnp.arange(T) / T, jnp.arange(T) / S)
+
+    for got, want in zip(passes("chunked"), passes("reference"), strict=True):
+        close_to(got, np.asarray(want), 1e-5 * max(1, float(jnp.max(jnp.abs(want)))))
+
+
 ORDER = {"BTNH": (0, 1, 2, 3), "BNTH": SWAP, "TBNH": (1, 0, 2, 3)}
 
 

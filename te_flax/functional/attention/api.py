@@ -22,6 +22,7 @@ from te_flax.functional.attention.checks import (
     check_arrays,
     check_static,
     choice,
+    rate_of,
     refuse,
     scale_of,
     window_of,
@@ -74,9 +75,9 @@ def dot_product_attention(
     """Computes ``o = dropout(softmax(scores)) . v``, ``scores = scale q . k + bias``.
 
     A key that a query does not see contributes nothing, not even a NaN (but cuDNN wants
-    it finite); a query that sees no key gets 0 and passes no gradient on. All that
-    limits what a query sees applies at once: mask, mask_type, lengths or segments,
-    window.
+    it finite, and a bias too without a mask); a query that sees no key gets 0 and
+    passes no gradient on. All that limits what a query sees applies at once: mask,
+    mask_type, lengths or segments, window.
 
     Args:
         q: ``[B, T, N, H]`` in the order of ``layout``; float32, bfloat16 or float16,
@@ -108,14 +109,16 @@ def dot_product_attention(
         scale: factor of q . k; None is ``1 / sqrt(H)``.
         softmax_type: "vanilla"; "off_by_one" adds 1 = ``exp(0)`` to the sum of
             ``exp(scores)`` that the softmax divides by, "learnable" ``exp(sink)``.
-        sink: ``[N]``, only for "learnable".
+        sink: ``[N]``, only for "learnable"; +inf counts as the largest float32, so
+            that the head gives 0 and passes no gradient on.
         dropout_rate: share of the probabilities that become 0, >= 0 and < 1.
         dropout_key: random key. What is dropped depends on it and on the numbers of
             example, head, query and key alone.
         score_mod: ``f(scores, b, n, t, s, *score_mod_args)`` changes the scaled scores
             ``[B, N, T, S]`` element by element, before bias and masks; the four arrays
             of numbers broadcast to them. It must work on any block of them.
-        score_mod_args: tuple of arrays or trees of them, differentiable.
+        score_mod_args: tuple of arrays, numbers or trees of them. What is
+            differentiated must come in here: score_mod must not close over it.
         page_table: int32 ``[B, pages]`` of keys and of values: k and v then hold pages
             ``[P, size, K, H]`` in place of examples, and ``S = pages size``; -1 is no
             page.
@@ -166,7 +169,7 @@ def dot_product_attention(
         offsets=_pair("offsets", offsets),
         sink=array(sink),
         dropout_key=dropout_key,
-        score_mod_args=score_mod_args,
+        score_mod_args=jax.tree.map(jnp.asarray, score_mod_args),
         page_table=_pair("page_table", page_table),
     )
     options = Options(
@@ -176,7 +179,7 @@ def dot_product_attention(
         right=right,
         scale=scale_of(scale, q.shape[-1] if q.ndim else 1),
         softmax_type=softmax_type,
-        dropout_rate=dropout_rate,
+        dropout_rate=rate_of(dropout_rate),
         score_mod=score_mod,
         max_segments=max_segments,
         return_residual=return_residual,

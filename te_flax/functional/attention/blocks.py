@@ -54,13 +54,14 @@ def cut(start: Array, size: int) -> Change:
 
 
 def padded(size: int) -> Change:
-    """Adds tokens up to ``size``: zeros, but numbers go on."""
+    """Repeats the last token up to ``size``.
+
+    A function of the scores so meets none that the call does not have.
+    """
 
     def change(a: Array, axis: int) -> Array:
-        if a.ndim == 1:
-            return jnp.arange(size, dtype=a.dtype)
         widths = [(0, size - n if i == axis else 0) for i, n in enumerate(a.shape)]
-        return jnp.pad(a, widths)
+        return jnp.pad(a, widths, mode="edge")
 
     return change
 

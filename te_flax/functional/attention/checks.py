@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
@@ -35,7 +36,8 @@ def choice(argument: str, value: object, choices: tuple[str, ...]) -> None:
 
 def window_of(window: Any) -> tuple[int | None, int | None]:
     """(left, right) of an int, a pair or None; -1 and None are unlimited."""
-    pair = (window, window) if window is None or isinstance(window, int) else window
+    single = window is None or isinstance(window, int | np.integer)
+    pair = (window, window) if single else window
     if not isinstance(pair, tuple | list) or len(pair) != 2:
         rule = "be None, an integer or (left, right)"
         raise refuse("window", rule, repr(window), "write (left, right)")
@@ -52,11 +54,23 @@ def scale_of(scale: Any, dim: int) -> float:
     """The factor of q . k as a Python float."""
     if scale is None:
         return 1 / math.sqrt(dim) if dim else 1.0
-    number = isinstance(scale, int | float | np.number) and not isinstance(scale, bool)
-    if not number or not math.isfinite(scale):
+    if not _is_real(scale) or not math.isfinite(scale):
         rule, remedy = "be a finite Python number", "multiply q by a traced scale"
         raise refuse("scale", rule, repr(scale)[:60], remedy)
     return float(scale)
+
+
+def rate_of(rate: Any) -> float:
+    """The share of the probabilities that is dropped as a Python float."""
+    if not _is_real(rate) or not 0 <= rate < 1:
+        rule = "be a Python number >= 0 and < 1"
+        raise refuse("dropout_rate", rule, repr(rate)[:60], "use 0.0")
+    return float(rate)
+
+
+def _is_real(number: Any) -> bool:
+    kinds = int | float | np.integer | np.floating
+    return isinstance(number, kinds) and not isinstance(number, bool)
 
 
 def check_static(options: Options, operands: Operands) -> None:
@@ -76,12 +90,8 @@ def check_static(options: Options, operands: Operands) -> None:
         rule = "be given if and only if softmax_type='learnable'"
         got = f"{type(operands.sink).__name__} for {options.softmax_type!r}"
         raise refuse("sink", rule, got, "pass an array [N] of one score a head")
-    rate = options.dropout_rate
-    if not isinstance(rate, int | float) or not 0 <= rate < 1:
-        raise refuse("dropout_rate", "be a number >= 0 and < 1", rate, "use 0.0")
-    if rate and operands.dropout_key is None:
-        rule, remedy = "be given where dropout_rate > 0", "pass a random key"
-        raise refuse("dropout_key", rule, None, remedy)
+    if options.dropout_rate:
+        _check_key(operands.dropout_key)
     most = options.max_segments
     if most is not None and (not isinstance(most, int) or most < 1):
         raise refuse("max_segments", "be None or an integer >= 1", most, "use None")
@@ -90,6 +100,19 @@ def check_static(options: Options, operands: Operands) -> None:
 
 def _lengths(operands: Operands) -> bool:
     return operands.q_seqlen is not None or operands.kv_seqlen is not None
+
+
+def _check_key(key: Any) -> None:
+    remedy = "pass jax.random.key(seed)"
+    if key is None:
+        rule = "be given where dropout_rate > 0"
+        raise refuse("dropout_key", rule, None, remedy)
+    dtype, shape = getattr(key, "dtype", None), getattr(key, "shape", None)
+    typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    words = dtype == jnp.uint32 and len(shape or ()) == 1
+    if not words and not (typed and shape == ()):
+        got = repr(key)[:60] if dtype is None else f"{dtype} {shape}"
+        raise TypeError(message(WHERE, "dropout_key", "be one random key", got, remedy))
 
 
 def _check_score_mod(options: Options, operands: Operands) -> None:

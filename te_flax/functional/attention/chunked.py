@@ -34,16 +34,16 @@ class _Static(NamedTuple):
         options: of the call.
         rows: queries in a block.
         cols: keys in a block.
+        queries: T without padding.
         keys: S without padding.
-        padded: whether the last block of keys has padding.
         axes: manual mesh axes over which the arrays differ.
     """
 
     options: Options
     rows: int
     cols: int
+    queries: int
     keys: int
-    padded: bool
     axes: tuple[str, ...]
 
 
@@ -64,7 +64,7 @@ def attend(options: Options, problem: Problem) -> tuple[Array, Array]:
     if wide[1] > keys:
         problem = blocks.cols(problem, blocks.padded(wide[1]))
     axes = varying(problem)
-    static = _Static(options, *sizes, keys, wide[1] > keys, axes)
+    static = _Static(options, *sizes, queries, keys, axes)
     made: Any = _attend(static, problem)
     o, lse = made
     return o[..., :queries, :], lse[..., :queries]
@@ -144,11 +144,16 @@ def _products(a: str, x: Array, y: Array, dtype: Any) -> Array:
     return jnp.einsum(a, x, y, preferred_element_type=dtype)
 
 
-def _seen(static: _Static, block: Problem) -> Array | None:
+def _seen(static: _Static, block: Problem, i: Array, j: Array) -> Array | None:
+    """Which keys each query of a block sees; padding neither sees nor is seen."""
     found = _scores.seen(static.options, block)
-    if static.padded:
-        real = block.cols.index < static.keys
-        found = real if found is None else found & real
+    rows = (i, static.rows, static.queries, (-1, 1))
+    cols = (j, static.cols, static.keys, (1, -1))
+    for number, size, count, shape in (rows, cols):
+        if count % size:
+            token = number * size + jnp.arange(size, dtype=jnp.int32)
+            real = (token < count).reshape(shape)
+            found = real if found is None else found & real
     return found
 
 
@@ -165,7 +170,7 @@ def _rows_forward(static: _Static, i: Array, part: Problem) -> tuple[Array, Arra
     def body(j: Array, carry: tuple[Array, Array, Array]):
         top, total, acc = carry
         block = _col_block(static, part, j)
-        found = _seen(static, block)
+        found = _seen(static, block, i, j)
         products = _products("bkgth,bksh->bkgts", block.q, block.k, dtype)
         scores = _scores.hide(block, found, _scores.modify(options, block, products))
         higher = jnp.maximum(top, jnp.max(scores, axis=-1))
@@ -222,7 +227,8 @@ def _rows_backward(static: _Static, i: Array, part: Problem, rows: tuple, sums: 
     def body(j: Array, carry: tuple[Array, Sums]) -> tuple[Array, Sums]:
         dq, sums = carry
         block = _col_block(static, part, j)
-        ds, dv, pulled = _block_backward(static, block, rows)
+        found = _seen(static, block, i, j)
+        ds, dv, pulled = _block_backward(static.options, block, found, rows)
         ds = ds.astype(block.q.dtype)
         dk = _products("bkgts,bkgth->bksh", ds, block.q, dtype)
         dq = dq + _products("bkgts,bksh->bkgth", ds, block.k, dtype)
@@ -242,13 +248,13 @@ def _rows_backward(static: _Static, i: Array, part: Problem, rows: tuple, sums: 
     return sums, dq.astype(part.q.dtype)
 
 
-def _block_backward(static: _Static, block: Problem, rows: tuple[Array, Array, Array]):
+def _block_backward(options: Options, block: Problem, found: Array | None, rows: tuple):
     """Gradients of the products q . k, of v, and of what changes the scores."""
-    options, dtype = static.options, _scores.wide_dtype(block)
+    dtype = _scores.wide_dtype(block)
     do, lse, delta = rows
     products = _products("bkgth,bksh->bkgts", block.q, block.k, dtype)
     scores, pull = modified(options, block, products)
-    found, keep = _seen(static, block), _scores.kept(options, block)
+    keep = _scores.kept(options, block)
     p = jnp.exp(_scores.hide(block, found, scores) - lse[..., None])
     p = _scores.shown(found, p)
     dropped = _scores.drop(options, keep, p).astype(do.dtype)

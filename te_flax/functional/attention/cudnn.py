@@ -10,14 +10,17 @@ from jax import lax
 from te_flax.functional.attention import chunked
 from te_flax.functional.attention.options import Operands, Options, sizes_of
 from te_flax.functional.attention.problem import Problem, pose
-from te_flax.functional.attention.scores import seen
+from te_flax.functional.attention.scores import lowest, seen
 from te_flax.functional.attention.structure import packed_side
 from te_flax.ops._op import cotangent_like
 from te_flax.ops.attention import Kind, backward, forward
 from te_flax.typing import Array
 
-# Hides a key. Sums of two of them are still finite, and bfloat16 has both exactly.
+# Hides a key: what jax.nn takes, as cuDNN is known to go wrong with lower numbers.
 _HIDDEN = {"bfloat16": -(2.0**41), "float16": -(2.0**15)}
+# The least bias beside a mask, so that what is seen beats what is hidden. The kernel's
+# float32 log-sum-exp next to it is exact to 2^-8.
+_LEAST = {"bfloat16": -(2.0**16), "float16": -(2.0**14)}
 
 
 class _Static(NamedTuple):
@@ -107,6 +110,7 @@ def _prepare(options: Options, operands: Operands, problem: Problem | None):
     lengths, tokens, written = _tokens(options, operands, sizes)
     dims, bias, blind = "", None, None
     if problem is not None:
+        problem = _hiding(problem)
         dims, bias = _bias(problem, q.dtype)
         if problem.masks:
             blind = ~jnp.any(jnp.asarray(seen(options, problem)), axis=-1)
@@ -124,13 +128,26 @@ def _prepare(options: Options, operands: Operands, problem: Problem | None):
     return static, _Given(q, k, v, bias, tokens, written, blind)
 
 
+def _hiding(problem: Problem) -> Problem:
+    """Beside a mask, a bias hides too where 'reference' gives it no probability."""
+    if not problem.masks:
+        return problem
+    least = lowest(jnp.float32)
+    shown = tuple(~(a.astype(jnp.float32) < least) for a in problem.addends)
+    return problem._replace(masks=(*problem.masks, *shown))
+
+
 def _bias(problem: Problem, dtype: Any) -> tuple[str, Array]:
     """What is added to the scores: which dims it has, ``([B,] [K, G,] T, S)``."""
     bias = jnp.zeros([1] * 5, dtype)
     if problem.addends:
         bias = functools.reduce(jnp.add, problem.addends)
+    hidden, least = (jnp.asarray(d[dtype.name], dtype) for d in (_HIDDEN, _LEAST))
+    if problem.masks:
+        zero = bias - lax.stop_gradient(bias)  # passes the gradient on
+        bias = jnp.where(bias < least, least + zero, bias)
     for mask in problem.masks:
-        bias = jnp.where(mask, bias, jnp.asarray(_HIDDEN[dtype.name], dtype))
+        bias = jnp.where(mask, bias, hidden)
     b, groups, each = bias.shape[:3]
     examples, heads = b > 1, groups * each > 1
     shape = (problem.q.shape[3], problem.k.shape[2])

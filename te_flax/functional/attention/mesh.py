@@ -82,23 +82,24 @@ def _axes(options: Options, operands: Operands) -> tuple[Axes, Axes]:
     found = []
     for name, a in zip("qkv", operands[:3], strict=True):
         cut = dict(zip(options.layout[:3] + "H", _per_dim(a), strict=True))
-        if cut["T"] or cut["H"]:
-            dim = "sequence" if cut["T"] else "head_dim"
-            rule = f"not be sharded along {dim}"
-            remedy = "reshard it to batch and heads first: jax.sharding.reshard"
-            raise refuse(name, rule, cut["T"] or cut["H"], remedy)
+        for dim, word in (("T", "sequence"), ("H", "head_dim")):
+            if cut[dim]:
+                rule = f"not be sharded along {word}"
+                remedy = "reshard it to batch and heads first: jax.sharding.reshard"
+                raise refuse(name, rule, cut[dim], remedy)
         found.append((cut["B"], cut["N"]))
     return found[0]
 
 
 def _per_dim(a: Array) -> list[Axes]:
-    """The mesh axes of every dim, as far as the type or a concrete array says."""
-    sharding = jax.typeof(a).sharding
+    """The mesh axes that cut each dim, as far as the type or a concrete array says."""
+    sharding: Any = jax.typeof(a).sharding
     if not isinstance(a, Tracer):
         sharding = a.sharding
     spec = tuple(getattr(sharding, "spec", ()))
     spec += (None,) * (a.ndim - len(spec))
-    return [() if s is None else (s,) if isinstance(s, str) else tuple(s) for s in spec]
+    dims = [() if s is None else (s,) if isinstance(s, str) else tuple(s) for s in spec]
+    return [tuple(x for x in axes if sharding.mesh.shape[x] > 1) for axes in dims]
 
 
 def _in_layout(layout: str, batch: Axes, heads: Axes) -> Any:

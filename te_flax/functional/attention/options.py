@@ -161,7 +161,7 @@ def standard_slopes(heads: int) -> Array:
 
     Source: Press et al. 2022, "Train Short, Test Long" (arXiv:2108.12409), section 3.
     """
-    whole = 1 << (heads.bit_length() - 1)
+    whole = 1 << max(heads.bit_length() - 1, 0)
     exponents = [-8 * (i + 1) / whole for i in range(whole)]
     exponents += [-4 * (i + 1) / whole for i in range(0, 2 * whole, 2)]
     return jnp.asarray([2.0**e for e in exponents[:heads]], jnp.float32)

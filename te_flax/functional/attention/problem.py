@@ -148,7 +148,9 @@ def _per_head(a: Array | None, split: tuple[int, int]) -> Array | None:
 def _sink(options: Options, operands: Operands, sizes: Sizes, split):
     if options.softmax_type == "off_by_one":
         return jnp.zeros(split, jnp.float32)
-    return _per_head(operands.sink, split)
+    sink = _per_head(operands.sink, split)
+    # inf - inf would be NaN.
+    return None if sink is None else jnp.minimum(sink, jnp.finfo(jnp.float32).max)
 
 
 def _isolated(problem: Problem) -> Problem:
