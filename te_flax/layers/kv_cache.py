@@ -1,6 +1,5 @@
 """The keys and values of earlier tokens, for decoding one token after the other."""
 
-import math
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -11,6 +10,7 @@ from jax.experimental import checkify
 
 from te_flax.errors import message
 from te_flax.layers import _arguments
+from te_flax.layers._batch import batch_of
 from te_flax.typing import Array, Shape
 
 CACHED = ("cached_key", "cached_value", "cache_index")
@@ -59,8 +59,9 @@ class KVCache(nnx.Module):
         """Makes an empty cache, in place of the one that may be there.
 
         Args:
-            input_shape: ``[*batch, max_length, features]``, or sequence first; the
-                shape of an input with all tokens that will come.
+            input_shape: ``[*batch, max_length, features]``, or sequence first
+                ``[max_length, *batch, features]``; the shape of an input with all
+                tokens that will come.
             dtype: of the cached keys and values.
 
         Raises:
@@ -75,9 +76,8 @@ class KVCache(nnx.Module):
             rule = f"have at least {least} dims >= 1"
             remedy = "pass the shape of an input of the full length"
             raise ValueError(message(where, "input_shape", rule, sizes, remedy))
-        if len(sizes) != 3:  # a call sees one batch dim
-            sizes = (math.prod(sizes[:-2]), *sizes[-2:])
-        shape = (*sizes[:-1], self.num_kv_heads, self.head_dim)
+        batch = batch_of(where, sizes, 1, self.transpose_batch_sequence)
+        shape = (*batch.joined_shape(sizes)[:-1], self.num_kv_heads, self.head_dim)
         self.cached_key = nnx.Cache(jnp.zeros(shape, dtype))
         self.cached_value = nnx.Cache(jnp.zeros(shape, dtype))
         self.cache_index = nnx.Cache(jnp.zeros((), jnp.int32))
