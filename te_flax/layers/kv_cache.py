@@ -96,12 +96,15 @@ class KVCache(nnx.Module):
             int32 ``[tokens]`` and int32 ``[max_length]``.
 
         Raises:
-            ValueError: there is no cache.
+            ValueError: there is no cache, or no token.
         """
+        where = type(self).__name__
         if self.cached_key is None:
             rule, remedy = "hold a cache to decode", "call init_cache first"
-            where = type(self).__name__
             raise ValueError(message(where, "the layer", rule, "none", remedy))
+        if tokens < 1:
+            rule, remedy = "be >= 1 in decoding", "leave out the call"
+            raise ValueError(message(where, "the tokens", rule, tokens, remedy))
         length = self.cached_key.shape[0 if self.transpose_batch_sequence else 1]
         keys = jnp.arange(length, dtype=jnp.int32)
         return self.cache_index[...] + jnp.arange(tokens, dtype=jnp.int32), keys
@@ -151,8 +154,19 @@ class KVCache(nnx.Module):
         return overrun
 
 
-def check_decode(where: str, whole: dict[str, Any]) -> None:
-    """Raises ValueError for arguments that only whole sequences have."""
+def check_decode(where: str, inputs: dict[str, Any], whole: dict[str, Any]) -> None:
+    """Raises ValueError for arguments that only whole sequences have.
+
+    Args:
+        where: the layer.
+        inputs: inputs_q, inputs_k and inputs_v; the cache holds what the first gave.
+        whole: the other arguments.
+    """
+    for name in ("inputs_k", "inputs_v"):
+        if inputs[name] is not None and inputs[name] is not inputs["inputs_q"]:
+            rule, got = "be None in decoding", f"shape {inputs[name].shape}"
+            remedy = "pass decode=False: other keys are read whole, without a cache"
+            raise ValueError(message(where, name, rule, got, remedy))
     for name, value in whole.items():
         if value is not None:
             rule, remedy = "be None in decoding", "pass mask= for the cache's slots"

@@ -353,9 +353,8 @@ class MultiHeadAttention(KVCache):
             if self.query_ln is not None:
                 query, key = self.query_ln(query), self.key_ln(key)
             if decode:
-                check_decode(
-                    _WHERE, whole | {"score_mod": self.core_attention.score_mod}
-                )
+                score_mod = {"score_mod": self.core_attention.score_mod}
+                check_decode(_WHERE, inputs, whole | score_mod)
                 slots, _ = self.slots(query.shape[sequence])
                 positions = slots if positions is None else positions
             pair = position_pair(self, positions, query, key)

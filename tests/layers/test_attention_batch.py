@@ -83,3 +83,12 @@ def test_a_key_drops_nothing_in_evaluation():
     assert (layer(x, rngs=nnx.Rngs(3)) == layer(x)).all()
     layer.train()
     assert not (layer(x, rngs=nnx.Rngs(3)) == layer(x, deterministic=True)).all()
+
+
+def test_positions_are_an_array_or_a_pair():
+    layer, x = mha(2, F, enable_rotary_pos_emb=True), X[0]
+    pair = [jnp.arange(T), jnp.arange(T) + 1]
+    assert (layer(x, positions=pair) == layer(x, positions=tuple(pair))).all()
+    for wrong in (pair * 2, jnp.arange(T + 1)):
+        with pytest.raises(ValueError, match=r"^MultiHeadAttention: positions must"):
+            layer(x, positions=wrong)
