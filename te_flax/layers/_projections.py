@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+from te_flax import sharding
 from te_flax.errors import message, part_of
 from te_flax.layers.dense_general import DenseGeneral
 from te_flax.layers.layer_norm_dense_general import LayerNormDenseGeneral
@@ -176,6 +177,23 @@ def project(layer: Any, inputs: tuple, out_sharding: Any) -> Projected:
     value = layer.value(k if v is None else v, out_sharding=out_sharding)
     key = checkpoint_name(key, "key_proj")
     return Projected(query, key, checkpoint_name(value, "value_proj"), h)
+
+
+def project_out(layer: Any, context: Array, axes: Axes | None, asked: Any) -> Array:
+    """The last projection, placed as the inputs are.
+
+    Args:
+        layer: has made it with :func:`make_out`.
+        context: the result of attention.
+        axes: logical axes of the result, in its order.
+        asked: sharding wanted in their place, or None.
+    """
+    placed = sharding.Placement()
+    if asked is None:
+        placed = sharding.placement(axes, 3)
+        asked = placed.explicit
+    y = layer.out(context, out_sharding=asked)
+    return sharding.Placement(auto=placed.auto)(checkpoint_name(y, "out_proj"))
 
 
 def scaled_init(init: Initializer, scale: float) -> Initializer:

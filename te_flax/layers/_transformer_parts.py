@@ -91,10 +91,13 @@ def make_attention(
 
     Args:
         given: the layer's arguments.
-        more: those for MultiHeadAttention that it takes under their names there.
+        more: those for MultiHeadAttention that it takes under their names there;
+            ALiBi is for the self attention, as the relative biases.
         cross: which of both.
     """
     names = _ATTENTION if cross else _ATTENTION | _SELF
+    if cross:
+        more = {name: value for name, value in more.items() if name != "alibi_slopes"}
     init = given["mha_kernel_init"]
     if init is None:
         init = nnx.initializers.variance_scaling(1.0, "fan_in", "normal")

@@ -17,7 +17,7 @@ from te_flax.layers import _arguments
 from te_flax.layers._batch import batch_of
 from te_flax.layers._dropout import dropout_key, make_dropout
 from te_flax.layers._fp8 import attention_fp8
-from te_flax.layers._head_options import head_counts
+from te_flax.layers._head_options import head_counts, slopes_of
 from te_flax.layers._params import init_param
 from te_flax.recipe.attention import Fp8AttentionState
 from te_flax.recipe.base import Recipe
@@ -75,6 +75,8 @@ class DotProductAttention(nnx.Module):
             sum) or "learnable" (one parameter a head, ``softmax_offset``, does).
         softmax_offset_init: of that parameter.
         softmax_offset_axes: a logical axis, or None, for its dim.
+        alibi_slopes: ALiBi: scores lose ``slope |distance|`` of the positions. True
+            takes the published slopes, or one constant a head; None is without.
         score_mod: function that changes the scores, as in
             :func:`te_flax.dot_product_attention`.
         implementation: as there; None chooses.
@@ -122,6 +124,7 @@ class DotProductAttention(nnx.Module):
         softmax_type: str = "vanilla",
         softmax_offset_init: Initializer = ZEROS,
         softmax_offset_axes: Axes | None = None,
+        alibi_slopes: Sequence[float] | Array | bool | None = None,
         score_mod: Callable[..., Array] | None = None,
         implementation: str | None = None,
         recipe: Recipe | None = None,
@@ -149,6 +152,7 @@ class DotProductAttention(nnx.Module):
         self.transpose_batch_sequence = transpose_batch_sequence
         self.max_segments_per_seq = max_segments_per_seq
         self.context_checkpoint_name = context_checkpoint_name
+        self.alibi_slopes = slopes_of(_WHERE, alibi_slopes, self.num_heads)
         self.score_mod = score_mod
         self.implementation = implementation
         self.dropout = make_dropout(
@@ -254,6 +258,9 @@ class DotProductAttention(nnx.Module):
         )
         rate, drop_key = self._dropout(dropout_rng, dropout_rate, deterministic)
         mask_type = mask_type or self._mask_type(is_causal)
+        slopes: Any = self.alibi_slopes
+        if isinstance(slopes, tuple):
+            slopes = jnp.asarray(slopes, jnp.float32)
         padding = (segment_ids, q_seqlen, kv_seqlen)
         if mask is not None and all(a is None for a in padding):
             mask_type = _WITHOUT_PADDING.get(mask_type, mask_type)  # the mask tells it
@@ -265,6 +272,7 @@ class DotProductAttention(nnx.Module):
                 value,
                 layout="TBNH" if self.transpose_batch_sequence else "BTNH",
                 mask_type=mask_type,
+                alibi_slopes=slopes,
                 max_segments=self.max_segments_per_seq,
                 window=self.window_size,
                 scale=self.scale_factor,

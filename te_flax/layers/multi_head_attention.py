@@ -5,7 +5,6 @@ from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, PartitionSpec
 
 from te_flax import sharding
@@ -22,6 +21,7 @@ from te_flax.layers._projections import (
     make_out,
     make_projections,
     project,
+    project_out,
 )
 from te_flax.layers.attention import DotProductAttention
 from te_flax.layers.dense_general import DEFAULT_KERNEL_INIT, DenseGeneral
@@ -68,6 +68,7 @@ _ATTENTION = (
     "window_size",
     "max_segments_per_seq",
     "softmax_type",
+    "alibi_slopes",
     "score_mod",
     "implementation",
     "transpose_batch_sequence",
@@ -125,6 +126,7 @@ class MultiHeadAttention(KVCache):
         window_size: how far a query sees to the left and to the right.
         max_segments_per_seq: largest segment id of packed sequences, or None.
         softmax_type: "vanilla", "off_by_one" or "learnable".
+        alibi_slopes: of ALiBi: None, True or one constant a head.
         score_mod: function that changes the scores.
         implementation: of attention; None chooses.
         enable_rotary_pos_emb: whether queries and keys are rotated by their positions.
@@ -223,6 +225,7 @@ class MultiHeadAttention(KVCache):
         window_size: Sequence[int | None] | None = None,
         max_segments_per_seq: int | None = None,
         softmax_type: str = "vanilla",
+        alibi_slopes: Sequence[float] | Array | bool | None = None,
         score_mod: Callable[..., Array] | None = None,
         implementation: str | None = None,
         enable_rotary_pos_emb: bool = False,
@@ -378,7 +381,8 @@ class MultiHeadAttention(KVCache):
                 **limits,
                 **options,
             )
-            y = self._out(context, out_sharding)
+            axes = self._axes("input_axes", 3)
+            y = project_out(self, context, axes, out_sharding)
         if overrun is not None:
             y = jnp.where(overrun, jnp.asarray(jnp.nan, y.dtype), y)
         results = batch.split(y), batch.split(made.normed)
@@ -388,12 +392,3 @@ class MultiHeadAttention(KVCache):
         """Logical axes in the order of the arrays."""
         axes, flipped = getattr(self, name), self.transpose_batch_sequence
         return _arguments.input_axes(_WHERE, axes, ndim, flipped, name)
-
-    def _out(self, context: Array, out_sharding: Any) -> Array:
-        """The last projection, placed as the inputs are."""
-        asked = sharding.Placement()
-        if out_sharding is None:
-            asked = sharding.placement(self._axes("input_axes", 3), 3)
-            out_sharding = asked.explicit
-        y = self.out(context, out_sharding=out_sharding)
-        return sharding.Placement(auto=asked.auto)(checkpoint_name(y, "out_proj"))

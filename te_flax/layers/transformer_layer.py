@@ -100,7 +100,8 @@ class TransformerLayer(nnx.Module):
         param_dtype: of the parameters.
         rngs: keys for parameters and dropout.
         **attention: other arguments of :class:`te_flax.MultiHeadAttention`, such as
-            ``normalize_qk``, ``implementation`` and its ``*_axes``. Those of
+            ``normalize_qk``, ``alibi_slopes`` (of the self attention),
+            ``implementation`` and its ``*_axes``. Those of
             :class:`te_flax.DenseGeneral` reach the feed-forward block too: ``recipe``,
             ``amax_history_len``, ``precision``, ``promote_dtype``.
 

@@ -18,6 +18,8 @@ CAUSAL = {"attn_mask_type": "causal"}
 CASES = {
     "grouped": {"num_kv_heads": 1, "normalize_qk": True, "enable_rotary_pos_emb": True},
     "apart": {"fuse_qkv_params": False, "window_size": (2, 0)},
+    "alibi": {"alibi_slopes": True},
+    "slopes": {"alibi_slopes": jnp.array([0.5, 0.0, 0.1, 2.0]), "num_kv_heads": 2},
     "type": {"attn_mask_type": "padding_causal", "softmax_type": "off_by_one"},
 }
 

@@ -33,6 +33,12 @@ def test_it_equals_each_segment_alone():
     np.testing.assert_allclose(got, want, rtol=0, atol=2.0**-18)
 
 
+def test_alibi_is_for_the_self_attention():
+    layer = decoder(alibi_slopes=True)
+    assert layer.self_attention.core_attention.alibi_slopes is True
+    assert layer.cross_attention.core_attention.alibi_slopes is None
+
+
 def test_a_mask_serves_too():
     layer = decoder()
     both = {"segment_ids": IDS, "encoded_segment_ids": KEY_IDS}
