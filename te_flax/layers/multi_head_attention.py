@@ -188,6 +188,7 @@ class MultiHeadAttention(KVCache):
     query_ln: Any
     key_ln: Any
     out: Any
+    rngs: Any = None  # a stream that a converted layer brought along
 
     def __init__(
         self,
@@ -372,7 +373,12 @@ class MultiHeadAttention(KVCache):
                 query,
                 key,
                 value,
-                dropout_rng=given_key(rngs, self.dropout_rng_name),
+                dropout_rng=given_key(
+                    self.core_attention.dropout,
+                    self.rngs if rngs is None else rngs,
+                    self.dropout_rng_name,
+                    deterministic,
+                ),
                 deterministic=deterministic,
                 dtype=query.dtype,
                 module=self if sow_weights else None,
