@@ -70,19 +70,18 @@ def check_dims(where: str, name: str, dims: tuple[int, ...], ndim: int) -> None:
         raise ValueError(message(where, name, rule, dims, remedy))
 
 
-def given_key(
-    dropout: nnx.Dropout | None, rngs: Any, stream: str, deterministic: bool | None
-) -> Array | None:
+def given_key(layer: Any, rngs: Any, deterministic: bool | None) -> Array | None:
     """A key from what a call was given, or None where nothing is dropped.
 
     Args:
-        dropout: of the layer.
+        layer: the attention, which may hold a stream ``rngs``.
         rngs: Rngs, a stream, a key or None.
-        stream: which one of Rngs.
         deterministic: True drops nothing; None follows ``model.train()``.
     """
+    dropout = layer.core_attention.dropout
     if dropout is None or _is_off(dropout, deterministic):
         return None
+    rngs = layer.rngs if rngs is None else rngs
     if isinstance(rngs, nnx.Rngs):
-        rngs = rngs[stream]
+        rngs = rngs[layer.dropout_rng_name]
     return rngs() if isinstance(rngs, nnx.RngStream) else rngs

@@ -12,6 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from te_flax import sharding
 from te_flax.errors import message, part_of
+from te_flax.layers import _arguments
 from te_flax.layers.dense_general import DenseGeneral
 from te_flax.layers.layer_norm_dense_general import LayerNormDenseGeneral
 from te_flax.layers.norm import NORMS
@@ -179,17 +180,18 @@ def project(layer: Any, inputs: tuple, out_sharding: Any) -> Projected:
     return Projected(query, key, checkpoint_name(value, "value_proj"), h)
 
 
-def project_out(layer: Any, context: Array, axes: Axes | None, asked: Any) -> Array:
+def project_out(layer: Any, context: Array, asked: Any) -> Array:
     """The last projection, placed as the inputs are.
 
     Args:
         layer: has made it with :func:`make_out`.
         context: the result of attention.
-        axes: logical axes of the result, in its order.
-        asked: sharding wanted in their place, or None.
+        asked: sharding wanted of the result, or None.
     """
     placed = sharding.Placement()
     if asked is None:
+        axes, turned = layer.input_axes, layer.transpose_batch_sequence
+        axes = _arguments.input_axes(type(layer).__name__, axes, 3, turned)
         placed = sharding.placement(axes, 3)
         asked = placed.explicit
     y = layer.out(context, out_sharding=asked)

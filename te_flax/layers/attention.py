@@ -235,11 +235,7 @@ class DotProductAttention(nnx.Module):
             ValueError: shapes do not fit, or a bias is given to "no_bias".
             NotImplementedError: ``module`` is given.
         """
-        if module is not None:
-            rule, remedy = "be None", "the weights of attention are never kept"
-            got = f"a {type(module).__name__}"
-            raise NotImplementedError(message(_WHERE, "module", rule, got, remedy))
-        self._check(query, key)
+        self._check(query, key, module)
         query, key, value = promote_dtype((query, key, value), dtype=dtype)
         narrow = query.dtype
         if self.float32_logits:
@@ -258,9 +254,6 @@ class DotProductAttention(nnx.Module):
         )
         rate, drop_key = self._dropout(dropout_rng, dropout_rate, deterministic)
         mask_type = mask_type or self._mask_type(is_causal)
-        slopes: Any = self.alibi_slopes
-        if isinstance(slopes, tuple):
-            slopes = jnp.asarray(slopes, jnp.float32)
         padding = (segment_ids, q_seqlen, kv_seqlen)
         if mask is not None and all(a is None for a in padding):
             mask_type = _WITHOUT_PADDING.get(mask_type, mask_type)  # the mask tells it
@@ -272,7 +265,7 @@ class DotProductAttention(nnx.Module):
                 value,
                 layout="TBNH" if self.transpose_batch_sequence else "BTNH",
                 mask_type=mask_type,
-                alibi_slopes=slopes,
+                alibi_slopes=self._slopes(),
                 max_segments=self.max_segments_per_seq,
                 window=self.window_size,
                 scale=self.scale_factor,
@@ -292,7 +285,11 @@ class DotProductAttention(nnx.Module):
         out = batch.split(out.astype(narrow))
         return checkpoint_name(out, self.context_checkpoint_name)
 
-    def _check(self, query: Array, key: Array) -> None:
+    def _check(self, query: Array, key: Array, module: Any) -> None:
+        if module is not None:
+            rule, remedy = "be None", "the weights of attention are never kept"
+            got = f"a {type(module).__name__}"
+            raise NotImplementedError(message(_WHERE, "module", rule, got, remedy))
         for name, array, heads in (
             ("query", query, self.num_heads),
             ("key", key, self.num_kv_heads),
@@ -302,6 +299,10 @@ class DotProductAttention(nnx.Module):
                 rule, got = f"end in {tail}, heads and head_dim", f"shape {array.shape}"
                 remedy = "change the layer or the projection"
                 raise ValueError(message(_WHERE, name, rule, got, remedy))
+
+    def _slopes(self) -> Any:
+        found = self.alibi_slopes
+        return jnp.asarray(found, jnp.float32) if isinstance(found, tuple) else found
 
     def _mask_type(self, is_causal: bool) -> str:
         own = self.attn_mask_type

@@ -373,12 +373,7 @@ class MultiHeadAttention(KVCache):
                 query,
                 key,
                 value,
-                dropout_rng=given_key(
-                    self.core_attention.dropout,
-                    self.rngs if rngs is None else rngs,
-                    self.dropout_rng_name,
-                    deterministic,
-                ),
+                dropout_rng=given_key(self, rngs, deterministic),
                 deterministic=deterministic,
                 dtype=query.dtype,
                 module=self if sow_weights else None,
@@ -387,8 +382,7 @@ class MultiHeadAttention(KVCache):
                 **limits,
                 **options,
             )
-            axes = self._axes("input_axes", 3)
-            y = project_out(self, context, axes, out_sharding)
+            y = project_out(self, context, out_sharding)
         if overrun is not None:
             y = jnp.where(overrun, jnp.asarray(jnp.nan, y.dtype), y)
         results = batch.split(y), batch.split(made.normed)
