@@ -175,6 +175,7 @@ def original(layer: Any) -> nnx.Module:
     module = nnx.eval_shape(lambda: source.kind(*kind.blank, rngs=nnx.Rngs(0)))
     values = {name: nnx.data(getattr(layer, name)) for name in kind.parameters}
     values |= {name: nnx.data(None) for name in kind.children}  # places for them
+    values |= {name: getattr(layer, name) for name in kind.children if name in _MODE}
     for name in [n for n in vars(module) if not n.startswith("_pytree__")]:
         delattr(module, name)
     for name, value in (*values.items(), *source.attributes):
@@ -319,13 +320,14 @@ def _construct_einsum(module: nnx.Einsum, options: Options) -> nnx.Module:
 def _refuse_attention(module: nnx.MultiHeadAttention) -> str | None:
     if module.attention_fn is not nnx.dot_product_attention:
         return "its attention_fn is not nnx.dot_product_attention"
-    if module.dropout_rate > 0:
-        return "its dropout is drawn once for all examples and heads, or has its stream"
     return None
 
 
 def _construct_attention(module: nnx.MultiHeadAttention, options: Options):
-    """The shell; the projections and norms inside are converted by themselves."""
+    """The shell; the projections and norms inside are converted by themselves.
+
+    It draws each weight's dropout by itself, whatever ``broadcast_dropout`` says.
+    """
     shell = nnx.eval_shape(
         lambda: MultiHeadAttention(
             module.num_heads,
@@ -348,10 +350,17 @@ def _construct_attention(module: nnx.MultiHeadAttention, options: Options):
         rngs=nnx.Rngs(0),
     )
     _stack(shell.core_attention, stacked_dims(module.query))
+    if module.dropout_rate > 0:
+        shell.core_attention.dropout = nnx.Dropout(
+            module.dropout_rate, deterministic=module.deterministic
+        )
+    for name in _MODE:
+        setattr(shell, name, getattr(module, name))
     return shell
 
 
 # The classes of flax.nnx that are replaced.
+_MODE = ("rngs", "deterministic")  # whether and from where dropout is drawn
 _PROJECTIONS = ("query", "key", "value", "out", "query_ln", "key_ln")
 _DENSE = ("kernel", "bias")
 ADAPTERS = {
@@ -369,6 +378,6 @@ ADAPTERS = {
         _construct_attention,
         parameters=(),
         gemm=False,
-        children=(*_PROJECTIONS, *CACHED),
+        children=(*_PROJECTIONS, *CACHED, *_MODE),
     ),
 }

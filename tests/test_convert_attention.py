@@ -1,6 +1,7 @@
 """te.convert and te.revert of nnx.MultiHeadAttention and its projections."""
 
 import io
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -96,9 +97,32 @@ def test_patterns(rules, attention, parts):
     assert found(data(2, 8, 16)).shape == (2, 8, 16)
 
 
+def test_dropout_keeps_its_rate_stream_and_mode():
+    plain, x = Model(decode=False, dropout_rate=0.5), data(2, 8, 8)
+    converted = te.convert(plain)
+    layer: Any = converted.attention
+    assert type(layer) is te.MultiHeadAttention
+    assert layer.rngs.count is plain.attention.rngs.count
+    assert not (converted(x) == converted(x)).all()
+    assert int(plain.attention.rngs.count[...]) == 2
+    assert nnx.graphdef(te.revert(converted)) == nnx.graphdef(plain)
+    converted.eval()
+    want = plain(x, deterministic=True)
+    close_to(converted(x), np.asarray(want), 2.0**-18 * float(jnp.abs(want).max()))
+    assert (te.revert(converted)(x) == want).all()
+
+
+def test_dropout_without_a_stream_needs_one_in_the_call():
+    converted = te.convert(Model(decode=False, dropout_rate=0.5, keep_rngs=False))
+    converted.train()
+    x = data(2, 8, 8)
+    assert not (converted(x, rngs=nnx.Rngs(1)) == converted(x, rngs=nnx.Rngs(2))).all()
+    with pytest.raises(ValueError, match="rngs must be given to a layer that keeps no"):
+        converted(x)
+
+
 REASONS = {
     "its attention_fn is not": {"attention_fn": lambda q, k, v, **_: v},
-    "its dropout is drawn once": {"dropout_rate": 0.1, "keep_rngs": False},
 }
 
 

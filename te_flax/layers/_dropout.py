@@ -46,8 +46,16 @@ def dropout_key(dropout: nnx.Dropout | None, deterministic: bool | None) -> Any:
     """
     if dropout is None:
         return None
-    off = dropout.deterministic if deterministic is None else deterministic
-    return None if off else cast(nnx.RngStream, dropout.rngs)()
+    if _is_off(dropout, deterministic):
+        return None
+    if dropout.rngs is None:
+        rule, remedy = "be given to a layer that keeps no stream", "pass rngs="
+        raise ValueError(message(type(dropout).__name__, "rngs", rule, None, remedy))
+    return cast(nnx.RngStream, dropout.rngs)()
+
+
+def _is_off(dropout: nnx.Dropout, deterministic: bool | None) -> bool:
+    return bool(dropout.deterministic if deterministic is None else deterministic)
 
 
 def drop(dropout: nnx.Dropout | None, x: Array, deterministic: bool | None) -> Array:
@@ -62,8 +70,18 @@ def check_dims(where: str, name: str, dims: tuple[int, ...], ndim: int) -> None:
         raise ValueError(message(where, name, rule, dims, remedy))
 
 
-def given_key(rngs: Any, stream: str) -> Array | None:
-    """A key from what a call was given: Rngs, a stream, a key or None."""
+def given_key(layer: Any, rngs: Any, deterministic: bool | None) -> Array | None:
+    """A key from what a call was given, or None where nothing is dropped.
+
+    Args:
+        layer: the attention, which may hold a stream ``rngs``.
+        rngs: Rngs, a stream, a key or None.
+        deterministic: True drops nothing; None follows ``model.train()``.
+    """
+    dropout = layer.core_attention.dropout
+    if dropout is None or _is_off(dropout, deterministic):
+        return None
+    rngs = layer.rngs if rngs is None else rngs
     if isinstance(rngs, nnx.Rngs):
-        rngs = rngs[stream]
+        rngs = rngs[layer.dropout_rng_name]
     return rngs() if isinstance(rngs, nnx.RngStream) else rngs

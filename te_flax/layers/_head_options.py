@@ -3,6 +3,8 @@
 import math
 from typing import Any
 
+import numpy as np
+
 from te_flax.errors import message, part_of
 from te_flax.functional.rotary import GROUP_METHODS, check_windows
 from te_flax.layers import _arguments
@@ -30,6 +32,21 @@ def head_counts(
         rule, remedy = f"divide num_heads {num_heads}", "each serves as many queries"
         raise ValueError(message(where, "num_kv_heads", rule, kv, remedy))
     return found
+
+
+def slopes_of(where: str, value: Any, heads: int) -> tuple[float, ...] | bool | None:
+    """The slopes of ALiBi as constants, True for the published ones, or None."""
+    if value is None or isinstance(value, bool):
+        return value or None
+    rule, got = f"be None, True or {heads} constants, one a head", repr(value)[:60]
+    remedy = "use True for the published slopes"
+    try:
+        found = np.asarray(value, np.float32)
+    except (TypeError, ValueError) as error:  # a traced array too
+        raise TypeError(message(where, "alibi_slopes", rule, got, remedy)) from error
+    if found.shape != (heads,) or not np.isfinite(found).all():
+        raise ValueError(message(where, "alibi_slopes", rule, got, remedy))
+    return tuple(found.tolist())
 
 
 def head_sizes(where: str, layer: Any, given: dict[str, Any]) -> tuple[int, int, int]:

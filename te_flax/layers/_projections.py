@@ -10,7 +10,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+from te_flax import sharding
 from te_flax.errors import message, part_of
+from te_flax.layers import _arguments
 from te_flax.layers.dense_general import DenseGeneral
 from te_flax.layers.layer_norm_dense_general import LayerNormDenseGeneral
 from te_flax.layers.norm import NORMS
@@ -176,6 +178,24 @@ def project(layer: Any, inputs: tuple, out_sharding: Any) -> Projected:
     value = layer.value(k if v is None else v, out_sharding=out_sharding)
     key = checkpoint_name(key, "key_proj")
     return Projected(query, key, checkpoint_name(value, "value_proj"), h)
+
+
+def project_out(layer: Any, context: Array, asked: Any) -> Array:
+    """The last projection, placed as the inputs are.
+
+    Args:
+        layer: has made it with :func:`make_out`.
+        context: the result of attention.
+        asked: sharding wanted of the result, or None.
+    """
+    placed = sharding.Placement()
+    if asked is None:
+        axes, turned = layer.input_axes, layer.transpose_batch_sequence
+        axes = _arguments.input_axes(type(layer).__name__, axes, 3, turned)
+        placed = sharding.placement(axes, 3)
+        asked = placed.explicit
+    y = layer.out(context, out_sharding=asked)
+    return sharding.Placement(auto=placed.auto)(checkpoint_name(y, "out_proj"))
 
 
 def scaled_init(init: Initializer, scale: float) -> Initializer:

@@ -5,7 +5,7 @@ from typing import Any
 
 from flax import nnx
 
-from te_flax.errors import part_of
+from te_flax.errors import message, part_of
 from te_flax.layers._projections import LOW_RANK_SCOPES
 from te_flax.layers.dense_general import DEFAULT_KERNEL_INIT, DenseGeneral
 from te_flax.layers.layer_norm_mlp import LayerNormMLP
@@ -91,10 +91,13 @@ def make_attention(
 
     Args:
         given: the layer's arguments.
-        more: those for MultiHeadAttention that it takes under their names there.
+        more: those for MultiHeadAttention that it takes under their names there;
+            ALiBi is for the self attention, as the relative biases.
         cross: which of both.
     """
     names = _ATTENTION if cross else _ATTENTION | _SELF
+    if cross:
+        more = {name: value for name, value in more.items() if name != "alibi_slopes"}
     init = given["mha_kernel_init"]
     if init is None:
         init = nnx.initializers.variance_scaling(1.0, "fan_in", "normal")
@@ -158,3 +161,40 @@ def make_output_norm(given: dict[str, Any]) -> Any:
     with part_of(_WHERE, bias_axes="ln_bias_axes", epsilon="layernorm_epsilon"):
         epsilon = given["layernorm_epsilon"]
         return NORMS[kind](given["hidden_size"], epsilon=epsilon, **options)
+
+
+def cross_limits(
+    layer_type: str, mask: Any, segment_ids: tuple, lengths: tuple, positions: tuple
+) -> dict[str, Any]:
+    """What limits the cross attention of a call; raises ValueError.
+
+    Args:
+        layer_type: "encoder" or "decoder".
+        mask: of the cross attention.
+        segment_ids: of inputs and of encoded, as the next ones; each may be None.
+        lengths: how many tokens count.
+        positions: of the tokens.
+    """
+    own, encoded = segment_ids
+    name, got = "encoded_segment_ids", type(encoded).__name__
+    if layer_type == "encoder":
+        others = {name: encoded, "encoded_positions": positions[1]}
+        for name, value in others.items():
+            if value is not None:
+                rule, remedy = "be given to a decoder layer alone", "leave it out"
+                got = type(value).__name__
+                raise ValueError(message(_WHERE, name, rule, got, remedy))
+    elif encoded is not None and own is None:
+        rule, remedy = "be given with segment_ids", "pass those of the inputs too"
+        raise ValueError(message(_WHERE, name, rule, got, remedy))
+    elif own is not None and encoded is None and mask is None:
+        rule = "be given to a decoder layer with segment_ids"
+        remedy = "pass the segments of encoded, or an encoder_decoder_mask"
+        raise ValueError(message(_WHERE, name, rule, got, remedy))
+    return {
+        "mask": mask,
+        "segment_ids": None if encoded is None else segment_ids,
+        "positions": None if all(p is None for p in positions) else positions,
+        "q_seqlen": None if lengths[1] is None else lengths[0],
+        "kv_seqlen": lengths[1],
+    }

@@ -1,6 +1,5 @@
 """DotProductAttention: what lies between the projections, with its options."""
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,9 +14,10 @@ from te_flax.functional.attention.capabilities import IMPLEMENTATIONS
 from te_flax.functional.attention.checks import scale_of, window_of
 from te_flax.functional.attention.options import MASK_TYPES, SOFTMAX_TYPES
 from te_flax.layers import _arguments
+from te_flax.layers._batch import batch_of
 from te_flax.layers._dropout import dropout_key, make_dropout
 from te_flax.layers._fp8 import attention_fp8
-from te_flax.layers._head_options import head_counts
+from te_flax.layers._head_options import head_counts, slopes_of
 from te_flax.layers._params import init_param
 from te_flax.recipe.attention import Fp8AttentionState
 from te_flax.recipe.base import Recipe
@@ -67,7 +67,7 @@ class DotProductAttention(nnx.Module):
             product with them; the scores alone are float32 without it too.
         scale_factor: of the scores; None is ``1 / sqrt(head_dim)``.
         transpose_batch_sequence: whether query, key and value are
-            ``[sequence, batch, heads, head_dim]``.
+            ``[sequence, *batch, heads, head_dim]``.
         window_size: (left, right), how far a query sees; -1 or None is no limit.
         max_segments_per_seq: largest segment id of packed sequences, or None.
         context_checkpoint_name: name of the result for ``jax.checkpoint`` policies.
@@ -75,6 +75,8 @@ class DotProductAttention(nnx.Module):
             sum) or "learnable" (one parameter a head, ``softmax_offset``, does).
         softmax_offset_init: of that parameter.
         softmax_offset_axes: a logical axis, or None, for its dim.
+        alibi_slopes: ALiBi: scores lose ``slope |distance|`` of the positions. True
+            takes the published slopes, or one constant a head; None is without.
         score_mod: function that changes the scores, as in
             :func:`te_flax.dot_product_attention`.
         implementation: as there; None chooses.
@@ -122,6 +124,7 @@ class DotProductAttention(nnx.Module):
         softmax_type: str = "vanilla",
         softmax_offset_init: Initializer = ZEROS,
         softmax_offset_axes: Axes | None = None,
+        alibi_slopes: Sequence[float] | Array | bool | None = None,
         score_mod: Callable[..., Array] | None = None,
         implementation: str | None = None,
         recipe: Recipe | None = None,
@@ -149,6 +152,7 @@ class DotProductAttention(nnx.Module):
         self.transpose_batch_sequence = transpose_batch_sequence
         self.max_segments_per_seq = max_segments_per_seq
         self.context_checkpoint_name = context_checkpoint_name
+        self.alibi_slopes = slopes_of(_WHERE, alibi_slopes, self.num_heads)
         self.score_mod = score_mod
         self.implementation = implementation
         self.dropout = make_dropout(
@@ -199,13 +203,15 @@ class DotProductAttention(nnx.Module):
         """Applies attention.
 
         Args:
-            query: ``[*batch, T, num_heads, head_dim]``, or sequence first.
+            query: ``[*batch, T, num_heads, head_dim]``, sequence first
+                ``[T, *batch, num_heads, head_dim]``.
             key: ``[*batch, S, num_kv_heads, head_dim]``.
             value: ``[*batch, S, num_kv_heads, value_dim]``.
             bias: added to the scores, broadcasts to ``[*batch, num_heads, T, S]``.
             mask: likewise; a query sees a key where it is not 0.
             broadcast_dropout: of ``flax.nnx``; here each weight is drawn by itself.
-            dropout_rng: key of the dropout; None takes the layer's stream.
+            dropout_rng: key of the dropout, where it drops; None takes the layer's
+                stream.
             dropout_rate: in place of the layer's; None leaves that.
             deterministic: True drops nothing; None follows ``model.train()``.
             dtype: of the computation; None promotes the operands'.
@@ -214,11 +220,12 @@ class DotProductAttention(nnx.Module):
             promote_dtype: as in ``flax.nnx``.
             is_causal: makes the mask type a causal one.
             mask_type: in place of the layer's; None leaves that.
-            segment_ids: int ``[batch, T]``, 0 is padding; a pair where keys differ.
-            positions: int ``[batch, T]``, likewise.
-            q_seqlen: int ``[batch]``, number of queries that count.
-            kv_seqlen: int ``[batch]``, number of keys that count.
-            offsets: pair of int ``[batch, M + 1]`` where lengths are ``[batch, M]``.
+            segment_ids: int ``[*batch, T]``, 0 is padding; a pair where keys differ.
+            positions: int ``[*batch, T]``, likewise.
+            q_seqlen: int ``[*batch]``, number of queries that count.
+            kv_seqlen: int ``[*batch]``, number of keys that count.
+            offsets: pair of int ``[*batch, M + 1]`` where lengths are
+                ``[*batch, M]``.
             score_mod_args: arrays for ``score_mod``.
 
         Returns:
@@ -228,18 +235,23 @@ class DotProductAttention(nnx.Module):
             ValueError: shapes do not fit, or a bias is given to "no_bias".
             NotImplementedError: ``module`` is given.
         """
-        if module is not None:
-            rule, remedy = "be None", "the weights of attention are never kept"
-            got = f"a {type(module).__name__}"
-            raise NotImplementedError(message(_WHERE, "module", rule, got, remedy))
-        self._check(query, key)
+        self._check(query, key, module)
         query, key, value = promote_dtype((query, key, value), dtype=dtype)
         narrow = query.dtype
         if self.float32_logits:
             query, key, value = (a.astype(jnp.float32) for a in (query, key, value))
-        batch = None if query.ndim == 4 else query.shape[:-3]
-        arrays: Any = [one_batch(a, batch) for a in (query, key, value, mask, bias)]
-        query, key, value, mask, bias = arrays
+        batch = batch_of(_WHERE, query.shape, 2, self.transpose_batch_sequence)
+        operands = {"query": query, "key": key, "value": value}
+        query, key, value = (batch.join(n, a) for n, a in operands.items())
+        limits = batch.join_all(
+            mask=None if mask is None else mask.astype(bool),
+            bias=self._bias(bias),
+            segment_ids=segment_ids,
+            positions=positions,
+            q_seqlen=q_seqlen,
+            kv_seqlen=kv_seqlen,
+            offsets=offsets,
+        )
         rate, drop_key = self._dropout(dropout_rng, dropout_rate, deterministic)
         mask_type = mask_type or self._mask_type(is_causal)
         padding = (segment_ids, q_seqlen, kv_seqlen)
@@ -252,15 +264,9 @@ class DotProductAttention(nnx.Module):
                 key,
                 value,
                 layout="TBNH" if self.transpose_batch_sequence else "BTNH",
-                bias=self._bias(bias),
-                mask=None if mask is None else mask.astype(bool),
                 mask_type=mask_type,
-                segment_ids=segment_ids,
-                positions=positions,
+                alibi_slopes=self._slopes(),
                 max_segments=self.max_segments_per_seq,
-                q_seqlen=q_seqlen,
-                kv_seqlen=kv_seqlen,
-                offsets=offsets,
                 window=self.window_size,
                 scale=self.scale_factor,
                 softmax_type=self.softmax_type,
@@ -271,15 +277,19 @@ class DotProductAttention(nnx.Module):
                 score_mod_args=score_mod_args,
                 implementation=self.implementation,
                 fp8=fp8,
+                **limits,
             )
         if fp8 is not None:
             out, amaxes = out
             self.fp8.push(amaxes)
-        if batch is not None:
-            out = out.reshape(*batch, *out.shape[1:])
-        return checkpoint_name(out.astype(narrow), self.context_checkpoint_name)
+        out = batch.split(out.astype(narrow))
+        return checkpoint_name(out, self.context_checkpoint_name)
 
-    def _check(self, query: Array, key: Array) -> None:
+    def _check(self, query: Array, key: Array, module: Any) -> None:
+        if module is not None:
+            rule, remedy = "be None", "the weights of attention are never kept"
+            got = f"a {type(module).__name__}"
+            raise NotImplementedError(message(_WHERE, "module", rule, got, remedy))
         for name, array, heads in (
             ("query", query, self.num_heads),
             ("key", key, self.num_kv_heads),
@@ -289,6 +299,10 @@ class DotProductAttention(nnx.Module):
                 rule, got = f"end in {tail}, heads and head_dim", f"shape {array.shape}"
                 remedy = "change the layer or the projection"
                 raise ValueError(message(_WHERE, name, rule, got, remedy))
+
+    def _slopes(self) -> Any:
+        found = self.alibi_slopes
+        return jnp.asarray(found, jnp.float32) if isinstance(found, tuple) else found
 
     def _mask_type(self, is_causal: bool) -> str:
         own = self.attn_mask_type
@@ -310,6 +324,8 @@ class DotProductAttention(nnx.Module):
         """Rate and key of this call, (0.0, None) where nothing is dropped."""
         own = 0.0 if self.dropout is None else self.dropout.rate
         rate = own if rate is None else float(rate)
+        if deterministic is None and self.dropout is not None:
+            deterministic = self.dropout.deterministic
         if rate == 0 or deterministic:
             return 0.0, None
         if key is None:
@@ -318,14 +334,3 @@ class DotProductAttention(nnx.Module):
                 rule, remedy = "be given with a dropout_rate", "pass a key"
                 raise ValueError(message(_WHERE, "dropout_rng", rule, None, remedy))
         return (0.0, None) if key is None else (rate, key)
-
-
-def one_batch(array: Array | None, batch: tuple[int, ...] | None) -> Array | None:
-    """An array of three dims behind those of the batch, with one dim for these.
-
-    Masks and biases may have size 1 in a dim of the batch, or lack all of them.
-    """
-    if array is None or batch is None or array.ndim < 3 + len(batch):
-        return array
-    array = jnp.broadcast_to(array, (*batch, *array.shape[-3:]))
-    return array.reshape(math.prod(batch), *array.shape[-3:])

@@ -1,6 +1,5 @@
 """The keys and values of earlier tokens, for decoding one token after the other."""
 
-import math
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -11,6 +10,7 @@ from jax.experimental import checkify
 
 from te_flax.errors import message
 from te_flax.layers import _arguments
+from te_flax.layers._batch import batch_of
 from te_flax.typing import Array, Shape
 
 CACHED = ("cached_key", "cached_value", "cache_index")
@@ -59,8 +59,9 @@ class KVCache(nnx.Module):
         """Makes an empty cache, in place of the one that may be there.
 
         Args:
-            input_shape: ``[*batch, max_length, features]``, or sequence first; the
-                shape of an input with all tokens that will come.
+            input_shape: ``[*batch, max_length, features]``, or sequence first
+                ``[max_length, *batch, features]``; the shape of an input with all
+                tokens that will come.
             dtype: of the cached keys and values.
 
         Raises:
@@ -75,9 +76,8 @@ class KVCache(nnx.Module):
             rule = f"have at least {least} dims >= 1"
             remedy = "pass the shape of an input of the full length"
             raise ValueError(message(where, "input_shape", rule, sizes, remedy))
-        if len(sizes) != 3:  # a call sees one batch dim
-            sizes = (math.prod(sizes[:-2]), *sizes[-2:])
-        shape = (*sizes[:-1], self.num_kv_heads, self.head_dim)
+        batch = batch_of(where, sizes, 1, self.transpose_batch_sequence)
+        shape = (*batch.joined_shape(sizes)[:-1], self.num_kv_heads, self.head_dim)
         self.cached_key = nnx.Cache(jnp.zeros(shape, dtype))
         self.cached_value = nnx.Cache(jnp.zeros(shape, dtype))
         self.cache_index = nnx.Cache(jnp.zeros((), jnp.int32))
@@ -96,12 +96,15 @@ class KVCache(nnx.Module):
             int32 ``[tokens]`` and int32 ``[max_length]``.
 
         Raises:
-            ValueError: there is no cache.
+            ValueError: there is no cache, or no token.
         """
+        where = type(self).__name__
         if self.cached_key is None:
             rule, remedy = "hold a cache to decode", "call init_cache first"
-            where = type(self).__name__
             raise ValueError(message(where, "the layer", rule, "none", remedy))
+        if tokens < 1:
+            rule, remedy = "be >= 1 in decoding", "leave out the call"
+            raise ValueError(message(where, "the tokens", rule, tokens, remedy))
         length = self.cached_key.shape[0 if self.transpose_batch_sequence else 1]
         keys = jnp.arange(length, dtype=jnp.int32)
         return self.cache_index[...] + jnp.arange(tokens, dtype=jnp.int32), keys
@@ -151,8 +154,19 @@ class KVCache(nnx.Module):
         return overrun
 
 
-def check_decode(where: str, whole: dict[str, Any]) -> None:
-    """Raises ValueError for arguments that only whole sequences have."""
+def check_decode(where: str, inputs: dict[str, Any], whole: dict[str, Any]) -> None:
+    """Raises ValueError for arguments that only whole sequences have.
+
+    Args:
+        where: the layer.
+        inputs: inputs_q, inputs_k and inputs_v; the cache holds what the first gave.
+        whole: the other arguments.
+    """
+    for name in ("inputs_k", "inputs_v"):
+        if inputs[name] is not None and inputs[name] is not inputs["inputs_q"]:
+            rule, got = "be None in decoding", f"shape {inputs[name].shape}"
+            remedy = "pass decode=False: other keys are read whole, without a cache"
+            raise ValueError(message(where, name, rule, got, remedy))
     for name, value in whole.items():
         if value is not None:
             rule, remedy = "be None in decoding", "pass mask= for the cache's slots"

@@ -5,12 +5,12 @@ from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, PartitionSpec
 
 from te_flax import sharding
 from te_flax.errors import part_of
 from te_flax.layers import _arguments
+from te_flax.layers._batch import batch_of
 from te_flax.layers._dropout import given_key
 from te_flax.layers._head_options import check_inputs, check_options, head_sizes
 from te_flax.layers._positions import position_pair, rotate
@@ -21,8 +21,9 @@ from te_flax.layers._projections import (
     make_out,
     make_projections,
     project,
+    project_out,
 )
-from te_flax.layers.attention import DotProductAttention, one_batch
+from te_flax.layers.attention import DotProductAttention
 from te_flax.layers.dense_general import DEFAULT_KERNEL_INIT, DenseGeneral
 from te_flax.layers.kv_cache import KVCache, check_decode
 from te_flax.layers.layer_norm_dense_general import refuse
@@ -67,6 +68,7 @@ _ATTENTION = (
     "window_size",
     "max_segments_per_seq",
     "softmax_type",
+    "alibi_slopes",
     "score_mod",
     "implementation",
     "transpose_batch_sequence",
@@ -124,6 +126,7 @@ class MultiHeadAttention(KVCache):
         window_size: how far a query sees to the left and to the right.
         max_segments_per_seq: largest segment id of packed sequences, or None.
         softmax_type: "vanilla", "off_by_one" or "learnable".
+        alibi_slopes: of ALiBi: None, True or one constant a head.
         score_mod: function that changes the scores.
         implementation: of attention; None chooses.
         enable_rotary_pos_emb: whether queries and keys are rotated by their positions.
@@ -147,7 +150,7 @@ class MultiHeadAttention(KVCache):
         dot_input_axes: likewise for norm(inputs_q): what travels is its codes.
         attention_axes: likewise for (batch, sequence, heads, head_dim) of queries and
             of the result of attention.
-        transpose_batch_sequence: whether inputs are ``[sequence, batch, features]``;
+        transpose_batch_sequence: whether inputs are ``[sequence, *batch, features]``;
             the ``*_axes`` stay in batch-first order and are turned round.
         dtype: of the computation and of the result; None promotes the input's with the
             parameters'.
@@ -185,6 +188,7 @@ class MultiHeadAttention(KVCache):
     query_ln: Any
     key_ln: Any
     out: Any
+    rngs: Any = None  # a stream that a converted layer brought along
 
     def __init__(
         self,
@@ -222,6 +226,7 @@ class MultiHeadAttention(KVCache):
         window_size: Sequence[int | None] | None = None,
         max_segments_per_seq: int | None = None,
         softmax_type: str = "vanilla",
+        alibi_slopes: Sequence[float] | Array | bool | None = None,
         score_mod: Callable[..., Array] | None = None,
         implementation: str | None = None,
         enable_rotary_pos_emb: bool = False,
@@ -296,23 +301,25 @@ class MultiHeadAttention(KVCache):
         """Applies the layer.
 
         Args:
-            inputs_q: float ``[*batch, T, in_features]``, or sequence first.
+            inputs_q: float ``[*batch, T, in_features]``, sequence first
+                ``[T, *batch, in_features]``.
             inputs_k: float ``[*batch, S, in_kv_features]``; None is self attention.
             inputs_v: likewise; None is inputs_k.
             mask: broadcasts to ``[*batch, heads, T, S]``, in decoding S is the length
                 of the cache; a query sees a key where it is not 0.
             bias: likewise, added to the scores.
-            segment_ids: int ``[batch, T]`` of packed sequences, 0 is padding; a pair
+            segment_ids: int ``[*batch, T]`` of packed sequences, 0 is padding; a pair
                 where keys have others.
-            positions: int ``[batch, T]``, of RoPE and of causal masks; a pair where
+            positions: int ``[*batch, T]``, of RoPE and of causal masks; a pair where
                 keys have others. None counts from 0, or from the cache's next slot.
-            q_seqlen: int ``[batch]``, number of queries that count.
-            kv_seqlen: int ``[batch]``, number of keys that count.
-            offsets: pair of int ``[batch, M + 1]`` where lengths are ``[batch, M]``.
+            q_seqlen: int ``[*batch]``, number of queries that count.
+            kv_seqlen: int ``[*batch]``, number of keys that count.
+            offsets: pair of int ``[*batch, M + 1]`` where lengths are
+                ``[*batch, M]``.
             score_mod_args: arrays for ``score_mod``.
             deterministic: True drops nothing; None follows ``model.train()`` and
                 ``model.eval()``.
-            rngs: of the dropout in place of the layer's stream.
+            rngs: of the dropout, where it drops, in place of the layer's stream.
             sow_weights: of ``flax.nnx``; must be False.
             decode: whether to add the tokens to the cache and to attend to what it
                 holds; None is the constructor's. Then a token sees those before it.
@@ -332,18 +339,26 @@ class MultiHeadAttention(KVCache):
         """
         decode = self.decode if decode is None else decode
         sequence = 0 if self.transpose_batch_sequence else 1
-        whole = {"segment_ids": segment_ids, "offsets": offsets}
-        whole |= {"q_seqlen": q_seqlen, "kv_seqlen": kv_seqlen}
+        inputs = {"inputs_q": inputs_q, "inputs_k": inputs_k, "inputs_v": inputs_v}
         with part_of(_WHERE, x="inputs_q"):
-            batch, inputs = self._inputs(inputs_q, inputs_k, inputs_v)
-            made = project(self, inputs, qkv_sharding)
+            check_inputs(_WHERE, self, *inputs.values())
+            batch = batch_of(_WHERE, inputs_q.shape, 1, self.transpose_batch_sequence)
+            whole = batch.join_all(
+                segment_ids=segment_ids,
+                offsets=offsets,
+                q_seqlen=q_seqlen,
+                kv_seqlen=kv_seqlen,
+            )
+            limits = batch.join_all(mask=mask, bias=bias)
+            positions = batch.join_argument("positions", positions, 1)
+            joined = tuple(batch.join(n, a) for n, a in inputs.items())
+            made = project(self, joined, qkv_sharding)
             query, key, value = made.query, made.key, made.value
             if self.query_ln is not None:
                 query, key = self.query_ln(query), self.key_ln(key)
             if decode:
-                check_decode(
-                    _WHERE, whole | {"score_mod": self.core_attention.score_mod}
-                )
+                score_mod = {"score_mod": self.core_attention.score_mod}
+                check_decode(_WHERE, inputs, whole | score_mod)
                 slots, _ = self.slots(query.shape[sequence])
                 positions = slots if positions is None else positions
             pair = position_pair(self, positions, query, key)
@@ -358,43 +373,22 @@ class MultiHeadAttention(KVCache):
                 query,
                 key,
                 value,
-                one_batch(bias, batch),
-                one_batch(mask, batch),
-                dropout_rng=given_key(rngs, self.dropout_rng_name),
+                dropout_rng=given_key(self, rngs, deterministic),
                 deterministic=deterministic,
                 dtype=query.dtype,
                 module=self if sow_weights else None,
                 is_causal=is_causal,
                 score_mod_args=score_mod_args,
+                **limits,
                 **options,
             )
-            y = self._out(context, out_sharding)
+            y = project_out(self, context, out_sharding)
         if overrun is not None:
             y = jnp.where(overrun, jnp.asarray(jnp.nan, y.dtype), y)
-        results = (y, made.normed)
-        if batch is not None:
-            results = tuple(a.reshape(*batch, *a.shape[-2:]) for a in results)
+        results = batch.split(y), batch.split(made.normed)
         return results if self.return_layernorm_output else results[0]
 
     def _axes(self, name: str, ndim: int) -> Axes | None:
         """Logical axes in the order of the arrays."""
         axes, flipped = getattr(self, name), self.transpose_batch_sequence
         return _arguments.input_axes(_WHERE, axes, ndim, flipped, name)
-
-    def _inputs(self, q: Array, k: Array | None, v: Array | None):
-        """Batch dims, and the inputs with one of them."""
-        check_inputs(_WHERE, self, q, k, v)
-        batch = None if q.ndim == 3 else q.shape[:-2]
-        return batch, tuple(
-            a if a is None or batch is None else a.reshape(-1, *a.shape[-2:])
-            for a in (q, k, v)
-        )
-
-    def _out(self, context: Array, out_sharding: Any) -> Array:
-        """The last projection, placed as the inputs are."""
-        asked = sharding.Placement()
-        if out_sharding is None:
-            asked = sharding.placement(self._axes("input_axes", 3), 3)
-            out_sharding = asked.explicit
-        y = self.out(context, out_sharding=out_sharding)
-        return sharding.Placement(auto=asked.auto)(checkpoint_name(y, "out_proj"))

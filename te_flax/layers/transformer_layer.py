@@ -15,6 +15,7 @@ from te_flax.layers._activations import Activation
 from te_flax.layers._dropout import check_dims, drop, make_dropout
 from te_flax.layers._transformer_parts import (
     REFUSED,
+    cross_limits,
     make_attention,
     make_mlp,
     make_output_norm,
@@ -99,7 +100,8 @@ class TransformerLayer(nnx.Module):
         param_dtype: of the parameters.
         rngs: keys for parameters and dropout.
         **attention: other arguments of :class:`te_flax.MultiHeadAttention`, such as
-            ``normalize_qk``, ``implementation`` and its ``*_axes``. Those of
+            ``normalize_qk``, ``alibi_slopes`` (of the self attention),
+            ``implementation`` and its ``*_axes``. Those of
             :class:`te_flax.DenseGeneral` reach the feed-forward block too: ``recipe``,
             ``amax_history_len``, ``precision``, ``promote_dtype``.
 
@@ -215,7 +217,9 @@ class TransformerLayer(nnx.Module):
         seqlen: Array | None = None,
         encoded_seqlen: Array | None = None,
         segment_ids: Array | None = None,
+        encoded_segment_ids: Array | None = None,
         positions: Array | None = None,
+        encoded_positions: Array | None = None,
         score_mod_args: tuple[Any, ...] = (),
         deterministic: bool | None = None,
         decode: bool | None = None,
@@ -233,8 +237,12 @@ class TransformerLayer(nnx.Module):
             seqlen: int ``[batch]``, number of the inputs' tokens that count.
             encoded_seqlen: int ``[batch]``, likewise of ``encoded``.
             segment_ids: int ``[batch, T]`` of packed sequences, 0 is padding.
+            encoded_segment_ids: int ``[batch, S]``, likewise of ``encoded``; a packed
+                decoder layer needs it, or an ``encoder_decoder_mask``.
             positions: int ``[batch, T]``; None counts from 0, or from the first free
                 slot of the cache.
+            encoded_positions: int ``[batch, S]``, of ``encoded``, for RoPE and windows;
+                None counts from 0.
             score_mod_args: arrays for ``score_mod``.
             deterministic: True drops nothing; None follows ``model.train()`` and
                 ``model.eval()``.
@@ -246,15 +254,23 @@ class TransformerLayer(nnx.Module):
             An array like ``inputs``, of the promoted dtype.
 
         Raises:
-            ValueError: shapes do not fit, ``encoded`` is missing or not taken, or a
-                call decodes without a cache or beyond its end.
+            ValueError: shapes do not fit, ``encoded`` or its segments are missing or
+                not taken, or a call decodes without a cache or beyond its end.
             TypeError: inputs are no float arrays.
         """
         self._check(inputs, encoded)
+        limits = cross_limits(
+            self.layer_type,
+            encoder_decoder_mask,
+            (segment_ids, encoded_segment_ids),
+            (seqlen, encoded_seqlen),
+            (positions, encoded_positions),
+        )
         decode = self.self_attention.decode if decode is None else decode
         tokens = inputs.shape[0 if self.transpose_batch_sequence else 1]
         if decode and positions is None:
             positions = self.self_attention.slots(tokens)[0]
+            limits["positions"] = (positions, encoded_positions)
         asked = sharding.placement(self._axes(), 3)
         x = asked(inputs)
         bias = self._bias(tokens, positions, decode)
@@ -277,11 +293,8 @@ class TransformerLayer(nnx.Module):
                 found = self.cross_attention(
                     x,
                     encoded,
-                    mask=encoder_decoder_mask,
-                    positions=positions,
-                    q_seqlen=None if encoded_seqlen is None else seqlen,
-                    kv_seqlen=encoded_seqlen,
                     deterministic=deterministic,
+                    **limits,
                 )
             x = self._add(x, found, deterministic)
         last = asked.explicit if out_sharding is None else out_sharding

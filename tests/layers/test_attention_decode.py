@@ -18,6 +18,8 @@ CAUSAL = {"attn_mask_type": "causal"}
 CASES = {
     "grouped": {"num_kv_heads": 1, "normalize_qk": True, "enable_rotary_pos_emb": True},
     "apart": {"fuse_qkv_params": False, "window_size": (2, 0)},
+    "alibi": {"alibi_slopes": True},
+    "slopes": {"alibi_slopes": jnp.array([0.5, 0.0, 0.1, 2.0]), "num_kv_heads": 2},
     "type": {"attn_mask_type": "padding_causal", "softmax_type": "off_by_one"},
 }
 
@@ -104,6 +106,10 @@ def test_no_cache(make):
         (lambda m: m.init_cache((2, 0, 4)), "input_shape must have at least 2 dims"),
         (lambda m: m.init_cache("shape"), "input_shape must be a tuple of ints"),
         (lambda m: m.init_cache((2, 4, F), jnp.int8), "dtype must be None or one of"),
+        (
+            lambda m: m(X[:, :0], decode=True),
+            "the tokens must be >= 1 in decoding",
+        ),
         (lambda m: m(X, decode=True), "inputs must fit the cache of keys of shape"),
         (lambda m: m(X[:1, :1], decode=True), "inputs must fit the cache of keys of"),
         (
@@ -121,6 +127,17 @@ def test_what_decoding_does_not_take(call, text):
     layer.init_cache((B, 4, F))
     with pytest.raises((ValueError, TypeError), match=f"^MultiHeadAttention: {text}"):
         call(layer)
+
+
+@pytest.mark.parametrize(
+    "options", [{"attention_type": "cross"}, {"fuse_qkv_params": False}], ids=str
+)
+def test_other_keys_are_not_cached(options):
+    layer = mha(**options)
+    layer.init_cache(X.shape)
+    text = "^MultiHeadAttention: inputs_k must be None in decoding, .*; pass decode=Fa"
+    with pytest.raises(ValueError, match=text):
+        layer(X[:, :1], X, decode=True)
 
 
 def test_a_function_of_the_scores_counts_tokens_of_the_call():

@@ -59,6 +59,8 @@ def test_unknown_choices(name):
             "layernorm_epsilon must be .* got -1",
         ),
         ((4, 32), {"recipe": "mxfp8"}, "recipe must be a recipe"),
+        ((4, 32), {"alibi_slopes": (1, 2)}, "alibi_slopes must be .* 4 constants, one"),
+        ((4, 32), {"alibi_slopes": "own"}, "alibi_slopes must be None, True or 4 cons"),
         (
             (4, 32),
             {"kernel_axes": ("a",)},

@@ -52,6 +52,14 @@ def test_kinds_of_bias():
     close(attend(attn_bias_type="pre_scale_bias")(Q, K, V, BIAS), scaled)
 
 
+@pytest.mark.parametrize("slopes", [True, (0.5, 0.0, 0.25, 2.0)], ids=str)
+def test_alibi(slopes):
+    given = slopes if slopes is True else jnp.array(slopes)
+    want = te.dot_product_attention(Q, K, V, alibi_slopes=given)
+    close(attend(alibi_slopes=slopes)(Q, K, V), want)
+    assert not jnp.allclose(attend(alibi_slopes=False)(Q, K, V), want)
+
+
 def test_a_mask_of_padding_takes_the_place_of_lengths():
     seen = jnp.broadcast_to(jnp.arange(T) < 4, (B, 1, T, T))
     lengths = {"kv_seqlen": jnp.array([4, 4]), "q_seqlen": jnp.array([T, T])}
