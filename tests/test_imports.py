@@ -120,6 +120,13 @@ def test_functions_are_short():
     assert not long
 
 
+def test_test_modules_have_names_of_their_own():
+    """Their folders are no packages: pytest imports each name once."""
+    names = [path.name for path in (ROOT / "tests").rglob("*.py")]
+    twice = {n for n in names if names.count(n) > 1} - {"conftest.py", "__init__.py"}
+    assert not twice
+
+
 def test_kernels_know_neither_xla_nor_nanobind():
     for path in (ROOT / "csrc").rglob("*"):
         if path.is_file() and "kernels" in path.relative_to(ROOT / "csrc").parts[:-1]:
