@@ -34,17 +34,13 @@ ffi::Error RunTyped(cudaStream_t stream, const FusedCall& call, const Activation
   };
   if ((run(Cases()) || ...)) return error;
   const bool wide = in.x_dtype == Float::kF32 || (in.dy != nullptr && in.dy_dtype == Float::kF32);
-  WithFloat(call.dtype, [&](auto type) {
+  return WithFloat(call.dtype, [&](auto type) {
     constexpr Float kType = decltype(type)::value;
     if constexpr (kType != Float::kF32) {
-      if (!wide) {
-        error = RunFused(stream, call, Source<kType, false, AtRunTime>{in}, out);
-        return;
-      }
+      if (!wide) return RunFused(stream, call, Source<kType, false, AtRunTime>{in}, out);
     }
-    error = RunFused(stream, call, Source<kType, true, AtRunTime>{in}, out);
+    return RunFused(stream, call, Source<kType, true, AtRunTime>{in}, out);
   });
-  return error;
 }
 
 }  // namespace te_flax::cuda

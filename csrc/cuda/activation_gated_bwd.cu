@@ -18,11 +18,9 @@ ffi::Error RunGatedBackward(cudaStream_t stream, const FusedCall& call, const Fu
     return RunTyped<GatedBackward, KnownSwiglu>(stream, call, in, out);
   }
   TE_RETURN_IF_ERROR(Describe(stream, call, {shape.rows, 1, shape.Width()}, {}, &out));
-  ffi::Error error;
-  WithFloat(call.dtype, [&](auto type) {
-    error = RunMxfp8(stream, call, StraddlingBackward<decltype(type)::value>{in}, out);
+  return WithFloat(call.dtype, [&](auto type) {
+    return RunMxfp8(stream, call, StraddlingBackward<decltype(type)::value>{in}, out);
   });
-  return error;
 }
 
 }  // namespace te_flax::cuda

@@ -8,7 +8,7 @@ namespace {
 
 constexpr std::string_view kWhere = "quantize_block";
 
-int64_t Tiles(int64_t n) { return (n + kTile - 1) / kTile; }
+int64_t Tiles(int64_t n) { return CeilDiv(n, kTile); }
 
 struct Wanted {
   bool row, col, two_dimensional;

@@ -14,7 +14,7 @@ namespace te_flax::cuda {
 // Bytes of the partial sums for dbias, at the start of the workspace.
 inline int64_t SumBytes(const FusedCall& call, const FusedShape& shape) {
   if (call.dbias == nullptr) return 0;
-  return (shape.rows + kSumRows - 1) / kSumRows * shape.Width() * int64_t{sizeof(float)};
+  return CeilDiv(shape.rows, kSumRows) * shape.Width() * int64_t{sizeof(float)};
 }
 
 // amax [2] of a call whose kernel, if it has any, does not start from zeros itself.
@@ -77,7 +77,7 @@ inline ffi::Error JoinSums(std::string_view where, cudaStream_t stream, const ui
 inline ffi::Error FinishSums(cudaStream_t stream, const FusedCall& call, int64_t width,
                              const Outputs& out) {
   if (call.dbias == nullptr) return ffi::Error::Success();
-  return JoinSums(call.where, stream, out.noop, out.sums, (out.m + kSumRows - 1) / kSumRows, width,
+  return JoinSums(call.where, stream, out.noop, out.sums, CeilDiv(out.m, kSumRows), width,
                   {call.dbias});
 }
 

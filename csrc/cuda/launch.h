@@ -17,7 +17,7 @@ ffi::Error CudaStatus(std::string_view where, cudaError_t status);
 
 // Blocks of a grid for `items`, at most `limit`: kernels with a limit stride over the rest.
 inline unsigned Blocks(int64_t items, int64_t per_block, int64_t limit = INT32_MAX) {
-  const int64_t blocks = (items + per_block - 1) / per_block;
+  const int64_t blocks = CeilDiv(items, per_block);
   return static_cast<unsigned>(blocks < limit ? blocks : limit);
 }
 

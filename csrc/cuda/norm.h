@@ -29,10 +29,10 @@ inline ffi::ErrorOr<float*> Floats(std::string_view where, std::string_view name
 // Calls fn with the type that kernels read arrays of type `in` as, and that of h. Arrays of other
 // types than h are read as float32.
 template <typename Fn>
-void WithTypes(Float in, Float out, Fn fn) {
-  WithFloat(out, [&](auto type) {
+auto WithTypes(Float in, Float out, Fn fn) {
+  return WithFloat(out, [&](auto type) {
     if (in == out) return fn(type, type);
-    fn(std::integral_constant<Float, Float::kF32>(), type);
+    return fn(std::integral_constant<Float, Float::kF32>(), type);
   });
 }
 

@@ -84,12 +84,10 @@ ffi::Error RunBackward(std::string_view where, cudaStream_t stream, const NormBa
 // Quantizes dx, which lies in memory.
 ffi::Error QuantizeDx(cudaStream_t stream, const FusedCall& call, const void* dx, Outputs out) {
   out.h = nullptr;
-  ffi::Error error = ffi::Error::Success();
-  WithFloat(call.dtype, [&](auto type) {
+  return WithFloat(call.dtype, [&](auto type) {
     using Source = Identity<decltype(type)::value, true>;
-    error = RunFused(stream, call, Source{dx, out.k}, out);
+    return RunFused(stream, call, Source{dx, out.k}, out);
   });
-  return error;
 }
 
 ffi::Error NormBwdImpl(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,

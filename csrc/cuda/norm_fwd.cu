@@ -95,12 +95,10 @@ ffi::Error NormFwdImpl(cudaStream_t stream, ffi::RemainingArgs args, ffi::Remain
   if (in_bands) return RunBands(stream, call, p, out);
   TE_RETURN_IF_ERROR(RunRows(kWhere, stream, p, call.dtype, out, !in_tiles));
   if (!in_tiles) return ffi::Error::Success();
-  ffi::Error error = ffi::Error::Success();
-  WithTypes(p.x.dtype, call.dtype, [&](auto in, auto h) {
+  return WithTypes(p.x.dtype, call.dtype, [&](auto in, auto h) {
     using Source = NormSource<decltype(in)::value, decltype(h)::value>;
-    error = RunFused(stream, call, Source{p}, out);
+    return RunFused(stream, call, Source{p}, out);
   });
-  return error;
 }
 
 }  // namespace

@@ -18,16 +18,13 @@ ffi::Error QuantizeDbiasImpl(cudaStream_t stream, ffi::RemainingArgs args, ffi::
   const FusedShape shape = {extent.rows, 1, extent.cols};
   Outputs out;
   TE_RETURN_IF_ERROR(Describe(stream, call, shape, {x.untyped_data()}, &out));
-  ffi::Error error;
-  WithFloat(call.dtype, [&](auto type) {
+  return WithFloat(call.dtype, [&](auto type) {
     constexpr Float kType = decltype(type)::value;
     if (dtype == kType) {
-      error = RunFused(stream, call, Identity<kType, true>{x.untyped_data(), out.k}, out);
-    } else {
-      error = RunFused(stream, call, Rounded<kType>{dtype, x.untyped_data(), out.k}, out);
+      return RunFused(stream, call, Identity<kType, true>{x.untyped_data(), out.k}, out);
     }
+    return RunFused(stream, call, Rounded<kType>{dtype, x.untyped_data(), out.k}, out);
   });
-  return error;
 }
 
 }  // namespace

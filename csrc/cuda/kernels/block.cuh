@@ -203,7 +203,7 @@ __global__ void __launch_bounds__(kTileThreads, kBlockResident<dtype>)
   __shared__ TileCodes tile;
   __shared__ ColumnScales<dtype> columns;
   Amax seen;
-  ForTiles(q.out, [&](uint32_t index) {
+  ForTiles(TensorTiles(q.out), [&](uint32_t index) {
     const TileLane at(q.out, index);
     if (IsFull(q.out, at)) {
       QuantizeBlockTile<true, kRow, kCol, dtype>(q, at, &seen, &tile, &columns);
@@ -261,7 +261,7 @@ __global__ void __launch_bounds__(kTileThreads, kBlockResident<dtype>)
   if (Skips(q.out.noop)) return;
   __shared__ TileCodes tile;
   Amax seen;
-  ForTiles(q.out, [&](uint32_t index) {
+  ForTiles(TensorTiles(q.out), [&](uint32_t index) {
     if (IsFull(q.out, TileLane(q.out, index))) {
       QuantizeSquare<true, kRow, kCol, dtype>(q, index, &seen, &tile);
     } else {

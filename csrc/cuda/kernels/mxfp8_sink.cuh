@@ -271,8 +271,7 @@ constexpr int kMxOccupancy = dtype == Float::kF32 ? (copies == Copies::kValues ?
 template <class Source, Copies copies>
 constexpr int kMxBlocks = 256 / Mxfp8Shape<Source>::kThreads * kMxOccupancy<Source::kType, copies>;
 
-// What the warps of a block make together. 2^32 of them would be more elements than any memory
-// holds.
+// What the warps of a block make together.
 template <class Source>
 __host__ __device__ int64_t Mxfp8Groups(const Outputs& out) {
   using Shape = Mxfp8Shape<Source>;
@@ -326,12 +325,8 @@ __global__ void __launch_bounds__(Mxfp8Shape<Source>::kThreads, (kMxBlocks<Sourc
   if (Skips(out.noop)) return;
   Amax seen;
   if constexpr (Source::kFused) {
-    const auto groups = static_cast<uint32_t>(Mxfp8Groups<Source>(out));
-    for (uint32_t group = blockIdx.x; group < groups; group += gridDim.x) {
-      // What waits in shared memory, other warps may still read.
-      if (group != blockIdx.x) __syncthreads();
-      MakeMxfp8Group<Source, copies>(source, out, group, &seen);
-    }
+    ForTiles(Mxfp8Groups<Source>(out),
+             [&](uint32_t group) { MakeMxfp8Group<Source, copies>(source, out, group, &seen); });
   } else {  // one a block: a loop would cost the plain quantizers spills
     MakeMxfp8Group<Source, copies>(source, out, blockIdx.x, &seen);
   }

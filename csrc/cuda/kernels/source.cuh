@@ -92,6 +92,17 @@ __device__ inline Position PositionOf(const Lane& lane, int i, const Outputs& ou
   return {m, lane.k, kFull ? kPack : m < out.m ? lane.valid : 0, kFull || out.aligned};
 }
 
+// Calls visit(tile) for each of `tiles` tiles that a block makes. 2^32 tiles would be more elements
+// than any memory holds.
+template <typename Visit>
+__device__ inline void ForTiles(int64_t tiles, Visit visit) {
+  const auto end = static_cast<uint32_t>(tiles);
+  for (uint32_t tile = blockIdx.x; tile < end; tile += gridDim.x) {
+    if (tile != blockIdx.x) __syncthreads();  // the tile before it is read from shared memory
+    visit(tile);
+  }
+}
+
 // h is x.
 template <Float dtype, bool fused>
 struct Identity {

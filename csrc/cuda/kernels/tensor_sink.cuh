@@ -121,19 +121,8 @@ template <class Source>
 constexpr int kLoadedBytes = static_cast<int>(sizeof(typename Source::Raw)) * Source::kLoads *
                              (Source::kLoads == kLaneRows ? 1 : 2);
 
-// 2^32 tiles would be more elements than any memory holds.
 __host__ __device__ inline int64_t TensorTiles(const Outputs& out) {
   return (out.m + kTile - 1) / kTile * ((out.k + kTile - 1) / kTile);
-}
-
-// Calls visit(tile) for each tile of a block.
-template <typename Visit>
-__device__ inline void ForTiles(const Outputs& p, Visit visit) {
-  const auto tiles = static_cast<uint32_t>(TensorTiles(p));
-  for (uint32_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-    if (tile != blockIdx.x) __syncthreads();  // the tile before it is read from shared memory
-    visit(tile);
-  }
 }
 
 // Blocks on a multiprocessor. Three cost a fused kernel some spills, once a thread; where much is
@@ -199,7 +188,7 @@ __global__ void __launch_bounds__(kTileThreads, (kTileBlocks<Source, copies>))
   const float scale = copies == Copies::kAny && out.scale == nullptr ? 1.0f : __ldg(out.scale);
   const auto across = static_cast<uint32_t>((out.k + kTile - 1) / kTile);
   Amax seen;
-  ForTiles(out, [&](uint32_t tile) {
+  ForTiles(TensorTiles(out), [&](uint32_t tile) {
     MakeTensorTile<Source, copies>(source, out, int64_t{tile / across} * kTile,
                                    int64_t{tile % across} * kTile, scale, &seen);
   });
