@@ -24,12 +24,12 @@ from te_flax.ops.activation import ACT_BWD, ACT_FWD
 from te_flax.ops.norm import NORM_FWD
 
 SHAPE = (2048, 1024)
-_GELU = {"activation": "gelu", "limit": 7.0, "alpha": 1.702, "offset": 1.0}
-_NORM = {"epsilon": 1e-6, "zero_centered_gamma": False}
+GELU = {"activation": "gelu", "limit": 7.0, "alpha": 1.702, "offset": 1.0}
+NORM_OPTIONS = {"epsilon": 1e-6, "zero_centered_gamma": False}
 FAMILIES: dict[str, tuple[Family, dict]] = {
-    "layernorm": (NORM_FWD["layernorm"], _NORM),
-    "gelu": (ACT_FWD, _GELU),
-    "dgelu_dbias": (ACT_BWD, _GELU),
+    "layernorm": (NORM_FWD["layernorm"], NORM_OPTIONS),
+    "gelu": (ACT_FWD, GELU),
+    "dgelu_dbias": (ACT_BWD, GELU),
 }
 
 

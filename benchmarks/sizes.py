@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 import te_flax as te
+from benchmarks.layers import GELU, NORM_OPTIONS
 from te_flax.ops import amax, block, dequantize, mxfp8, quantize
 from te_flax.ops._fused import Variant
 from te_flax.ops._op import KernelOp
@@ -26,8 +27,6 @@ from te_flax.ops.norm import NORM_BWD, NORM_FWD
 SHAPES = ((64, 1024), (1024, 4096), (16384, 4096))
 CALLS = 5
 GAP = 1e3  # nanoseconds between two kernels
-_GELU = {"activation": "gelu", "limit": 7.0, "alpha": 1.702, "offset": 1.0}
-_NORM = {"epsilon": 1e-6, "zero_centered_gamma": False}
 
 
 def gpu_time(call: Callable, arrays: tuple) -> float:
@@ -64,13 +63,13 @@ def cases(m: int, k: int, dtype: Any) -> Iterator[tuple[KernelOp, tuple, dict]]:
         both = ("row", "col") if scaling != "none" else ()
         one = (scale,) if scaling == "tensor" else ()
         variant = Variant(scaling, both, h=scaling == "none")
-        yield ACT_FWD.ops[variant], (x[:, None], *one), _GELU
+        yield ACT_FWD.ops[variant], (x[:, None], *one), GELU
         own = (dy, x[:, None], *one)
-        yield ACT_BWD.ops[Variant(scaling, both, h=not both, dbias=True)], own, _GELU
+        yield ACT_BWD.ops[Variant(scaling, both, h=not both, dbias=True)], own, GELU
         norms = (x, ones, ones, *one)
-        yield NORM_FWD["layernorm"].ops[variant], norms, _NORM
+        yield NORM_FWD["layernorm"].ops[variant], norms, NORM_OPTIONS
     own = (dy, x, ones, rows, rows)
-    yield NORM_BWD["layernorm"].ops[Variant()], own, _NORM
+    yield NORM_BWD["layernorm"].ops[Variant()], own, NORM_OPTIONS
     yield gemm_op("nt", "none", False), (x, x[: min(m, 4096)]), {}
 
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from te_flax.ops._op import KernelOp
 from te_flax.ops.cudnn_call import call, config, target
+from te_flax.ops.quantize import signature
 from te_flax.typing import Array, Shape
 
 QUERIES, KEYS = "B.. T K G H", "B.. S K H"
@@ -242,17 +243,13 @@ def _declare(
     results: dict[str, str],
 ) -> KernelOp:
     name = "_".join(["cudnn_attention", direction, *filter(None, kind)])
-    sides = (operands, results)
-    signature = " -> ".join(
-        ", ".join(f"{n}: {dims}" for n, dims in side.items()) for side in sides
-    )
     # A result that lacks a dim along which q is cut: dk and dv of shared heads, and
     # dbias of a bias that examples or heads share.
     summed = tuple("sum" if n in ("dk", "dv", "dbias") else None for n in results)
     packed = ("M",) if kind.lengths == "packed" else ()
     return KernelOp(
         name=name,
-        signature=signature,
+        signature=signature(operands, results),
         reference=functools.partial(compute, kind, tuple(operands)),
         attrs={**ATTRS, "window": int},
         reduce=summed,

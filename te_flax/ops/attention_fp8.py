@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from te_flax.ops._op import KernelOp
 from te_flax.ops.attention import ATTRS, KEYS, QUERIES, Shapes
 from te_flax.ops.cudnn_call import call, target
+from te_flax.ops.quantize import signature
 from te_flax.typing import Array
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
@@ -90,12 +91,9 @@ def _declare(
     operands: dict[str, str],
     results: dict[str, str],
 ) -> KernelOp:
-    sides = (operands, results)
     return KernelOp(
         name=f"cudnn_attention_fp8_{direction}",
-        signature=" -> ".join(
-            ", ".join(f"{n}: {dims}" for n, dims in side.items()) for side in sides
-        ),
+        signature=signature(operands, results),
         reference=compute,
         attrs=ATTRS,
         dtypes=dict.fromkeys("qkv", (E4M3, E5M2)),

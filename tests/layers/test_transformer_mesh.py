@@ -9,11 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from _dense import RECIPES, data
+from _fused import FAST
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import te_flax as te
+from examples.encoder.model import AXES
 
 B, S, H, MID, HEADS = 8, 32, 64, 128, 4
 PRESETS = {
@@ -27,19 +29,6 @@ PRESETS = {
         P("dp", "tp"),
     ),
 }
-AXES = {
-    "input_axes": ("batch", "seqlen", None),
-    "dot_input_axes": ("batch", None, None),
-    "qkv_kernel_axes": ("embed", "heads", None),
-    "qkv_bias_axes": ("heads", None),
-    "attention_axes": ("batch", None, "heads", None),
-    "out_kernel_axes": ("heads", None, "embed"),
-    "mlp_kernel_axes_1": ("embed", "mlp"),
-    "mlp_bias_axes_1": ("mlp",),
-    "mlp_axes": ("batch", None, "mlp"),
-    "mlp_kernel_axes_2": ("mlp", "embed"),
-}
-FAST = {"xla_backend_optimization_level": 0}  # halves the time to compile
 # Eight products follow each other; the longest of their sums has B S terms, and a sum
 # in another order is off by at most 2^-24 of its absolute terms for each.
 ORDER = 8 * B * S * 2.0**-24
