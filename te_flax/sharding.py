@@ -123,8 +123,8 @@ def placement(axes: Sequence[str | None] | None, ndim: int) -> Placement:
         ndim: number of dims of the array.
 
     Returns:
-        Its placement, empty where no mesh is set. Manual axes, and names without a
-        mesh axis, are left out.
+        Its placement, empty where no mesh is set or no name has a rule. Manual axes
+        are left out; a dim whose name stands for no mesh axis is whole on each device.
 
     Raises:
         ValueError: ``axes`` has another length than the array has dims.
@@ -143,13 +143,16 @@ def placement(axes: Sequence[str | None] | None, ndim: int) -> Placement:
             )
         )
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    rules = dict(get_logical_axis_rules() or ())
+    known = any(axis in rules or axis in kinds for axis in axes)
 
     def part(kind: AxisType) -> PartitionSpec | None:
         names = [
             tuple(a for a in _tuple(_mesh_axes(axis)) if kinds.get(a) == kind) or None
             for axis in axes
         ]
-        return PartitionSpec(*names) if any(names) else None
+        asks = known and kind in kinds.values()
+        return PartitionSpec(*names) if asks else None
 
     return Placement(part(AxisType.Explicit), part(AxisType.Auto))
 

@@ -1,8 +1,14 @@
 """The presets of te.logical_axis_rules, as docs/sharding.md lists them."""
 
+import jax
+import jax.numpy as jnp
 import pytest
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import te_flax as te
+from te_flax.sharding import constrain
 
 NAMES = {"batch", "seqlen", "embed", "mlp", "heads", "kv_heads", "vocab", "layers"}
 TENSOR = dict.fromkeys(("mlp", "heads", "kv_heads", "vocab"), "t")
@@ -23,3 +29,15 @@ def test_rules(given, expected):
     rules = dict(te.logical_axis_rules(**given))
     assert rules.keys() == NAMES
     assert {name: axes for name, axes in rules.items() if axes} == expected
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_a_name_with_a_rule_asks_for_a_whole_dim(kind):
+    """Names that no rule knows ask for nothing, those that stand for None do."""
+    mesh = jax.make_mesh((2,), ("t",), axis_types=(kind,))
+    x = jax.device_put(jnp.zeros((4, 8)), NamedSharding(mesh, P("t")))
+    with jax.set_mesh(mesh):
+        assert constrain(x, ("unknown", None)).sharding.spec == P("t")
+        with nnx.logical_axis_rules(te.logical_axis_rules(tp="t", sp="t")):
+            assert constrain(x, ("seqlen", None)).sharding.spec == P("t", None)
+            assert constrain(x, ("batch", None)).sharding.is_fully_replicated

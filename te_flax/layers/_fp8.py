@@ -6,7 +6,7 @@ import jax
 
 from te_flax.functional.attention.fp8 import AttentionConfig, AttentionState
 from te_flax.functional.config import DenseConfig, GemmState, Quantized, Scale, Scales
-from te_flax.recipe.attention import Fp8AttentionState
+from te_flax.recipe.attention import Fp8AttentionState, attention_quantizers
 from te_flax.recipe.base import Recipe
 from te_flax.recipe.delayed import DelayedScaling
 from te_flax.recipe.state import Fp8KernelCache, Fp8State, amax_axes
@@ -65,7 +65,7 @@ def attention_fp8(
     """The ``fp8=`` of ``te.dot_product_attention`` under a recipe; None for none."""
     if not isinstance(recipe, DelayedScaling) or not recipe.fp8_attention:
         return None
-    quantizers = recipe.quantizers()
+    quantizers = attention_quantizers(recipe)
     config = AttentionConfig(
         forward=quantizers.x,
         backward=quantizers.dy,

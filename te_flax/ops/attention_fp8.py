@@ -21,8 +21,9 @@ from te_flax.typing import Array
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 _INVERSES = ("q_inv", "k_inv", "v_inv")
 _FORWARD = (*_INVERSES, "s_inv", "s_scale", "o_scale")
-_BACKWARD = (*_INVERSES, "o_inv", "do_inv", "s_inv", "dp_inv", "s_scale")
-_BACKWARD += ("dq_scale", "dk_scale", "dv_scale", "dp_scale")
+# In XLA's order, which is not that of jax's own caller.
+_BACKWARD = (*_INVERSES, "s_inv", "o_inv", "do_inv", "dp_inv", "s_scale")
+_BACKWARD += ("dp_scale", "dq_scale", "dk_scale", "dv_scale")
 
 _AMAX = jax.ShapeDtypeStruct((1, 1, 1, 1), jnp.float32)
 

@@ -5,12 +5,18 @@ import jax.numpy as jnp
 
 from te_flax.quantize.mailbox import MAILBOX_SIZE, push, scales
 from te_flax.quantize.quantizer import Scale
-from te_flax.recipe.base import Recipe
+from te_flax.recipe.base import Quantizers, Recipe
 from te_flax.recipe.delayed import DelayedScaling
 from te_flax.recipe.state import Fp8Mailbox, Fp8Stat, Fp8Statistics, history_length
 from te_flax.typing import Array
 
 OPERANDS = 5  # in each pass
+
+
+def attention_quantizers(recipe: DelayedScaling) -> Quantizers:
+    """Those of attention: e4m3 backwards too, as XLA's call has one FP8 format."""
+    quantizers = recipe.quantizers()
+    return quantizers._replace(dy=quantizers.x)
 
 
 class Fp8AttentionState(Fp8Statistics):
@@ -70,7 +76,7 @@ class Fp8AttentionState(Fp8Statistics):
         """
         forward, dy = jax.lax.stop_gradient((self.forward[...], self.dy[...]))
         window = self._window(recipe)
-        quantizers = recipe.quantizers()
+        quantizers = attention_quantizers(recipe)
         found = scales(forward, forward, dy, window=window, quantizers=quantizers)
         return found[0], found[2]
 

@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import ml_dtypes
 import numpy as np
 from numpy.typing import ArrayLike
 
@@ -119,7 +120,12 @@ def attention(x: Inputs) -> Result:
 
 
 def attention_bounds(
-    x: Inputs, dtype: np.dtype, *, blocks: int = 1, operand_unit: float = 0.0
+    x: Inputs,
+    dtype: np.dtype,
+    *,
+    blocks: int = 1,
+    operands: np.dtype | None = None,
+    fused: bool = False,
 ) -> Result:
     """Bounds what an implementation with float32 sums may err by, to first order.
 
@@ -127,15 +133,17 @@ def attention_bounds(
     addends: ``e = (H + 5) u size``. An exponential errs by 4 u, and by the rounding of
     its argument, at most the range R of the row's scores; a block of keys rescales what
     came before: ``d = e + max e + (S + 8 blocks + 4 R + |lse| + 8) u`` relative in p.
-    A product then adds its own sum's roundings and ``operand_unit`` where p and ds are
-    rounded to the dtype of the operands. ds = p (dp - delta), where delta is do . o of
-    the rounded o, or the sum of p dp: both are counted.
+    A product then adds its own sum's roundings, and those of p and ds where they are
+    rounded to ``operands``. ds = p (dp - delta), where delta is do . o of the rounded
+    o, or the sum of p dp: both are counted. A fused kernel also rounds p before ds, and
+    dk and dv of each query head before those that share a key are added.
 
     Args:
         x: operands and cotangents.
         dtype: of the results.
         blocks: blocks of keys.
-        operand_unit: relative error of the rounding of p and ds; 0 for none.
+        operands: dtype of p and ds in products; None for float32.
+        fused: whether a fused kernel rounds to ``operands`` in between, too.
 
     Returns:
         The bound of every element of :func:`attention`'s results.
@@ -152,11 +160,16 @@ def attention_bounds(
     steps = s + 8 * blocks + 4 * reach + np.abs(finite) + 8
     d = np.expm1(e + (worst + steps * UNIT)[..., None])
     p = parts.p * x.kept
+    unit, tiny = 0.0, 2.0**-126
+    if operands is not None:
+        unit = float(ml_dtypes.finfo(operands).eps) / 2
+        tiny = max(tiny, float(ml_dtypes.finfo(operands).smallest_subnormal) / 2)
 
     def product(axes: str, a, a_error, b, count: int, exact, factor: float = 1.0):
         """Of a . b, where a errs by a_error and is rounded for the product."""
-        held = np.einsum(axes, a_error + (operand_unit + count * UNIT) * a, b)
-        held = factor * (held + 2.0**-126 * np.einsum(axes, np.ones_like(a), b))
+        shares = 1 + (fused and axes.endswith("bnsh") and group > 1)
+        held = np.einsum(axes, a_error + (shares * unit + count * UNIT) * a, b)
+        held = factor * (held + tiny * np.einsum(axes, np.ones_like(a), b))
         if axes.endswith("bnsh"):
             held = _per_key_head(held, kv_heads)
         return held + output_rounding(exact, held, dtype) + UNIT * np.abs(exact)
@@ -171,6 +184,8 @@ def attention_bounds(
     delta += UNIT * np.abs(x.dlse)
     ends = np.abs(parts.dp) + np.abs(parts.delta)[..., None]
     ds = parts.p * ((d + 3 * UNIT) * ends + dp_error + delta[..., None])
+    if fused:
+        ds += (unit * parts.p + tiny * x.seen) * ends
     both = np.abs(exact.ds)
     scale = abs(x.scale)
     dq = product("bnts,bnsh->bnth", both, ds, k, s + 4, exact.dq, scale)

@@ -1,5 +1,6 @@
 """Results and gradients of one call against float64, within derived bounds."""
 
+import ml_dtypes
 import numpy as np
 from _cases import SWAP
 
@@ -7,9 +8,9 @@ from te_flax.testing.numerics import close_to
 from te_flax.testing.oracle_attention import attention, attention_bounds, summed
 
 
-def compare(got, x, dtype, *, blocks=1, unit=0.0):
+def compare(got, x, dtype, *, blocks=1, operands=None, fused=False):
     """Compares what ``_cases.gradients`` returns with the oracle's results of ``x``."""
-    bounds = attention_bounds(x, dtype, blocks=blocks, operand_unit=unit)
+    bounds = attention_bounds(x, dtype, blocks=blocks, operands=operands, fused=fused)
     want = attention(x)
     for name in ("o", "dq", "dk", "dv"):
         assert got[name].dtype == dtype
@@ -24,10 +25,15 @@ def compare(got, x, dtype, *, blocks=1, unit=0.0):
     if "bias" in got:
         shape = got["bias"].shape
         # Each term is rounded to the dtype of the bias, and so is the sum.
-        narrow = got["bias"].dtype.itemsize < 4
         many = want.ds.size // got["bias"].size
-        rounding = many * 2.0**-24 + 2.001 * unit * narrow
-        bound = summed(bounds.ds, shape) + rounding * summed(np.abs(want.ds), shape)
+        bound = summed(bounds.ds, shape)
+        bound += many * 2.0**-24 * summed(np.abs(want.ds), shape)
+        if got["bias"].dtype.itemsize < 4:
+            info = ml_dtypes.finfo(got["bias"].dtype)
+            bound += 1.001 * float(info.eps) * summed(np.abs(want.ds), shape)
+            bound += summed(
+                np.full(want.ds.shape, float(info.smallest_subnormal)), shape
+            )
         close_to(got["bias"], summed(want.ds, shape), bound)
     if "sink" in got:
         close_to(got["sink"], want.dsink, bounds.dsink)

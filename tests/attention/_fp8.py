@@ -16,7 +16,7 @@ from te_flax.quantize.mailbox import MAILBOX_SIZE
 def state(amaxes=(6.0, 6.0, 6.0, 1.0, 6.0), backward=(6.0, 8.0, 8.0, 32.0, 32.0)):
     """Scales from amaxes, of the forward and of the backward arrays."""
     pairs = []
-    for values, limit in ((amaxes, 448.0), (backward, 57344.0)):
+    for values, limit in ((amaxes, 448.0), (backward, 448.0)):
         scale = jnp.asarray([limit / a for a in values], jnp.float32)
         pairs.append(te.Scale(scale, 1 / scale))
     mailbox = jnp.zeros((5, MAILBOX_SIZE), jnp.float32)
@@ -44,12 +44,11 @@ def both(q, k, v, do, *, fast=True, **options):
 def close_fp8(got, want):
     """Sums that lie between two codes may round to either; nearly all do not.
 
-    One such step of e4m3 is 2^-3 of the element and of e5m2 2^-2. Where a hundredth of
-    the elements take one, the norm of the difference is 2^-3 / 10 and 2^-2 / 10 of the
-    whole.
+    One such step of e4m3 is 2^-3 of the element. Where a hundredth of the elements take
+    one, the norm of the difference is 2^-3 / 10 of the whole.
     """
-    for a, b, share in zip(got[0], want[0], (1 / 80, *[1 / 40] * 3), strict=True):
+    for a, b in zip(got[0], want[0], strict=True):
         a, b = (np.asarray(x, np.float64) for x in (a, b))
-        assert np.linalg.norm(a - b) <= share * np.linalg.norm(b)
+        assert np.linalg.norm(a - b) <= np.linalg.norm(b) / 80
     amaxes = [np.asarray(a) for a in (got[1], want[1])]
     np.testing.assert_allclose(*amaxes, rtol=0.02)

@@ -36,6 +36,7 @@ PROPERTIES = {
         "q": jax.ShapeDtypeStruct((2, 127, 4, 128), jnp.bfloat16),
     },
     "mask": {"mask": jnp.ones((128, 128), bool)},
+    "a scale that is not positive": {"scale": -1.0},
     "causal mask": {"mask_type": "causal", "right": 0},
     "causal mask, bottom right": {
         "mask_type": "causal_bottom_right",
@@ -68,7 +69,8 @@ PROPERTIES = {
         "q": jax.ShapeDtypeStruct((2, 8, 4, 128), jnp.bfloat16),
     },
     "fp8, masks": {"fp8": True, "mask_type": "padding"},
-    "fp8, bias, mask, lengths, window or a scale of 0": {"fp8": True, "scale": 0.0},
+    "fp8, bias, mask, lengths or window": {"fp8": True, "kv_seqlen": LENGTHS},
+    "fp8, another quantizer backwards, training": {"fp8": True, "uniform": False},
     "fp8, scales to be measured": {"fp8": True, "scaled": False},
     "fp8, return_residual": {"fp8": True, "return_residual": True},
     "fp8, page_table": {"fp8": True, "page_table": PAIR},

@@ -17,7 +17,7 @@ AT = Sizes(b=2, t=128, s=128, n=2, k=1, h=128, v=128)
 
 @pytest.mark.parametrize(
     "options",
-    [{"mask_type": "causal"}, {"scale": -0.1, "layout": "TBNH"}],
+    [{"mask_type": "causal"}, {"scale": 0.1, "layout": "TBNH"}],
     ids=["causal", "layout"],
 )
 def test_equals_the_emulation(options):

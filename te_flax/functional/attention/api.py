@@ -194,7 +194,12 @@ def _run(options: Options, operands: Operands, given: Any, implementation: str |
     config, state = _fp8(given)
     scaled = state is not None and None not in state[:2]
     call = capabilities.Call(
-        options, operands, sizes, fp8=config is not None, scaled=scaled
+        options,
+        operands,
+        sizes,
+        fp8=config is not None,
+        scaled=scaled,
+        uniform=config is None or config.forward == config.backward,
     )
     chosen = capabilities.choose(call, implementation)
 

@@ -40,6 +40,7 @@ class Call:
         sizes: the dims.
         fp8: whether the products are in FP8.
         scaled: whether all scales of FP8 are known beforehand.
+        uniform: whether both passes of FP8 have one quantizer.
         platform: "cpu", "gpu" or another of jax.
         capability: of the GPUs, such as 90, or None.
         deterministic: whether ``TE_FLAX_DETERMINISTIC=1``.
@@ -51,6 +52,7 @@ class Call:
     sizes: Sizes
     fp8: bool = False
     scaled: bool = True
+    uniform: bool = True
     platform: str = dataclasses.field(default_factory=_platform)
     capability: int | None = dataclasses.field(default_factory=compute_capability)
     deterministic: bool = CONFIG.deterministic == "1"
@@ -135,7 +137,7 @@ def _fp8_scores(call: Call) -> bool:
     """Whether anything but q . k and a causal mask makes the scores."""
     given = (call.operands.bias, call.operands.mask, call.operands.kv_seqlen)
     given = (*given, call.operands.q_seqlen, call.options.left)
-    return any(a is not None for a in given) or call.options.scale == 0
+    return any(a is not None for a in given)
 
 
 _MATRIX = "FP8 attention needs the whole matrix of scores at once; use 'reference'"
@@ -183,6 +185,11 @@ TABLE: tuple[Row, ...] = (
         {"cudnn": "T and S must be even to train with a bias; pad them"},
     ),
     Row("mask", _present("mask"), {}),
+    Row(
+        "a scale that is not positive",
+        lambda c: c.options.scale <= 0,
+        {"cudnn": "it looks for the largest score before it scales"},
+    ),
     Row("causal mask", lambda c: "causal" in c.options.mask_type, {}),
     Row(
         "causal mask, bottom right",
@@ -268,9 +275,14 @@ TABLE: tuple[Row, ...] = (
         {"cudnn": "FP8 knows no mask but the causal one"},
     ),
     Row(
-        "fp8, bias, mask, lengths, window or a scale of 0",
+        "fp8, bias, mask, lengths or window",
         lambda c: c.fp8 and _fp8_scores(c),
         {"cudnn": "FP8 changes no score but by the causal mask"},
+    ),
+    Row(
+        "fp8, another quantizer backwards, training",
+        lambda c: c.fp8 and c.training and not c.uniform,
+        {"cudnn": "XLA's call has one FP8 format; quantize both passes to e4m3"},
     ),
     Row(
         "fp8, scales to be measured",

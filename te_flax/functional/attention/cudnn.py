@@ -44,8 +44,8 @@ class _Given(NamedTuple):
         v: ``[B, S, K, Hv]``.
         bias: ``([B,] [K, G,] T, S)`` or None.
         tokens: int32, lengths and starts as the ops take them.
-        written: bool ``[B, T]`` and ``[B, S]``, which tokens lie in a packed segment;
-            None where the kernel writes all.
+        written: bool ``[B, T]`` and ``[B, S]``, which tokens lie in a segment; None
+            where the kernel writes all.
         blind: bool ``[B|1, K|1, G|1, T]``, queries of which a mask hides every key;
             None without masks.
     """
@@ -182,8 +182,15 @@ def _tokens(options: Options, operands: Operands, sizes: Any):
         q = jnp.minimum(q, kv + jnp.int32(options.left))
     kv = jnp.where(q <= 0, jnp.int32(0), kv)
     if q.ndim == 1:
-        return "prefix", (q, kv), None
+        inside = None if options.left is None else _inside((q, kv), full)
+        return "prefix", (q, kv), inside
     return "packed", *_packed(operands, (q, kv), full)
+
+
+def _inside(counts: Any, full: tuple[int, int]) -> Any:
+    """The tokens that have a length: under a window the kernel skips the others."""
+    pairs = zip(counts, full, strict=True)
+    return tuple(jnp.arange(n, dtype=jnp.int32) < c[:, None] for c, n in pairs)
 
 
 def _packed(operands: Operands, counts: Any, full: tuple[int, int]):

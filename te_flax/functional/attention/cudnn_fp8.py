@@ -89,10 +89,9 @@ def _attend_bwd(static: Static, res: tuple, cotangents: Arrays):
     # The kernel's dp is times the scale of q . k, the one of the state is not.
     dq, dk, dv, *found = ops.backward()(
         *(q, k, v, o, do, stats),
-        *(inverse[n] for n in ("q", "k", "v", "o")),
-        *(undo["do"], inverse["s"], undo["dp"] * jnp.float32(factor), scale["s"]),
-        *(back["dq"], back["dk"], back["dv"]),
-        back["dp"] * jnp.float32(1 / factor),
+        *(inverse[n] for n in ("q", "k", "v", "s", "o")),
+        *(undo["do"], undo["dp"] * jnp.float32(factor), scale["s"]),
+        *(back["dp"] * jnp.float32(1 / factor), back["dq"], back["dk"], back["dv"]),
         impl=(),
         **_attrs(static),
     )

@@ -26,7 +26,7 @@ from te_flax.typing import Array
 
 FORWARD = ("q", "k", "v", "s", "o")
 BACKWARD = ("do", "dp", "dq", "dk", "dv")
-E4M3, E5M2 = TensorQuantizer(), TensorQuantizer(format="e5m2")
+E4M3 = TensorQuantizer()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,8 @@ class AttentionConfig:
 
     Attributes:
         forward: quantizer of q, k, v, of the probabilities s and of o.
-        backward: of do, of the scores' gradient dp, and of dq, dk and dv.
+        backward: of do, of the scores' gradient dp, and of dq, dk and dv; cuDNN's
+            kernels need the format of ``forward``.
         amax_axes: manual mesh axes over which an amax is the maximum.
         report: whether the amaxes of the backward pass leave through the mailbox.
         impl: kernel rules of every op of both passes.
@@ -49,7 +50,7 @@ class AttentionConfig:
     """
 
     forward: Quantizer = E4M3
-    backward: Quantizer = E5M2
+    backward: Quantizer = E4M3
     amax_axes: tuple[str, ...] = ()
     report: bool = False
     impl: tuple | None = None
