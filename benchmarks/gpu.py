@@ -11,6 +11,7 @@ import functools
 import json
 import math
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -111,10 +112,13 @@ def timings(runs: dict[str, Step], repeats: int) -> dict[str, list[float]]:
     """Seconds of a call, each run ``repeats`` times in turn."""
     seconds: dict[str, list[float]] = {}
     for name, run in runs.items():
+        start = time.perf_counter()
         try:
             for _ in range(3):
                 jax.block_until_ready(run())
             seconds[name] = []
+            ready = time.perf_counter() - start
+            print(f"{name}: compiled in {ready:.0f} s", file=sys.stderr)
         except Exception as error:
             print(f"{name}: {str(error).splitlines()[0][:160]}")
     for _ in range(repeats):

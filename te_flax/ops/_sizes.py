@@ -20,7 +20,10 @@ class SizeClass(NamedTuple):
         return f"fewer than {self.below} elements of {self.dtype}"
 
 
-REFERENCE: tuple[SizeClass, ...] = ()
+REFERENCE = tuple(
+    SizeClass("cuda", op, "bfloat16", below=64 * 1024 + 1)
+    for op in ("act_fwd", "act_bwd_dbias")
+)
 
 
 def of(op: str, platform: str) -> list[SizeClass]:
