@@ -122,5 +122,6 @@ def test_fsdp_gathers_codes():
     transformer.check_fsdp_gathers_codes(E, N)
 
 
-def test_sp_scatters_sums_and_gathers_codes():
-    transformer.check_sp_scatters_sums_and_gathers_codes(N)
+@both
+def test_sp_scatters_sums_and_gathers_codes(axis_type):
+    transformer.check_sp_scatters_sums_and_gathers_codes(axis_type, N)

@@ -18,7 +18,7 @@ import te_flax as te
 from examples.encoder.model import AXES
 from te_flax.testing.numerics import product_mode, product_noise
 
-B, S, H, MID, HEADS = 8, 32, 64, 128, 4
+B, S, H, MID, HEADS = 8, 32, 64, 128, 8  # no kernel is a batch of activations
 PRESETS = {
     "dp": (("dp",), {"dp": "dp"}, P("dp")),
     "fsdp": (("fsdp",), {"fsdp": "fsdp"}, P("fsdp")),
@@ -51,10 +51,15 @@ def make():
     )
 
 
-@nnx.jit
-def step(layer, x, dy):
-    loss = lambda layer, x: jnp.sum(layer(x) * dy)
-    return te.value_and_grad(loss, argnums=(0, 1))(layer, x)
+def make_step():
+    """A step to trace anew: jax's cache knows the mesh, not the rules of its axes."""
+
+    @nnx.jit
+    def step(layer, x, dy):
+        loss = lambda layer, x: jnp.sum(layer(x) * dy)
+        return te.value_and_grad(loss, argnums=(0, 1))(layer, x)
+
+    return step
 
 
 def gemms(layer):
@@ -71,7 +76,7 @@ def train(recipe, place):
     with te.autocast(chosen), jax.numpy_dtype_promotion("standard"):
         layer = make()
         arguments = layer, place(data((B, S, H))), place(data((B, S, H), 1))
-        program = step.lower(*arguments).compile(FAST)
+        program = make_step().lower(*arguments).compile(FAST)
         for _ in range(1 + (recipe == "delayed_scaling")):
             loss, (grads, dx) = program(*arguments)
     found = {"loss": loss, "dx": dx}
@@ -106,6 +111,8 @@ def collectives(text):
     """How often each kind has a result of each shape, ``("all-reduce", "f32[2]")``."""
     kinds = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
     found = Counter()
+    alone = r".*replica_groups=\{(\{\d+\},?)+\}.*"  # over a mesh axis of size 1
+    text = re.sub(alone, "", text)
     for results, kind, start in re.findall(rf" = (.*?) ({kinds})(-start)?\(", text):
         shapes = re.findall(r"\w+\[[\d,]+\]|f32\[\]", results)
         if start and kind != "all-reduce":  # operands stand in front of results
@@ -201,15 +208,24 @@ def check_fsdp_gathers_codes(axis_type, devices=8):
     assert {kind for kind, _ in found} == {"all-gather", "all-reduce", "reduce-scatter"}
 
 
-def test_sp_scatters_sums_and_gathers_codes():
-    check_sp_scatters_sums_and_gathers_codes()
+@pytest.mark.parametrize(
+    "axis_type",
+    [AxisType.Auto, pytest.param(AxisType.Explicit, marks=pytest.mark.slow)],
+)
+def test_sp_scatters_sums_and_gathers_codes(axis_type):
+    check_sp_scatters_sums_and_gathers_codes(axis_type)
 
 
-def check_sp_scatters_sums_and_gathers_codes(devices=8):
-    """Forward 2 and backward 2 sums; in front of two products codes are gathered."""
-    program = on_mesh("tp, sp", AxisType.Auto, "delayed_scaling", devices)[2]
+def check_sp_scatters_sums_and_gathers_codes(axis_type, devices=8):
+    """Forward 2 and backward 2 sums; in front of two products codes are gathered.
+
+    On an Auto mesh XLA leaves the sequence cut in both backward products of the MLP,
+    so that its first one gathers the kernel and has no sum to scatter.
+    """
+    program = on_mesh("tp, sp", axis_type, "delayed_scaling", devices)[2]
     found, whole = collectives(program), activation(devices)
-    assert found["reduce-scatter", activation(devices, 2)] == 4
+    sums = 3 if axis_type == AxisType.Auto else 4
+    assert found["reduce-scatter", activation(devices, 2)] == sums
     codes = [found["all-gather", kind + whole[3:]] for kind in ("f16", "f8e4m3fn")]
     assert sum(codes) == 2
     assert found["all-reduce", whole] == 0
