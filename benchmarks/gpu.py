@@ -72,7 +72,8 @@ PRODUCTS = (  # m, n, k
 )
 
 
-def _model(work: Work) -> Any:
+def model(work: Work, **axes: Any) -> Any:
+    """Our layer; a transformer layer takes the names of its axes."""
     hidden = work.shape[-1]
     common = {"dtype": jnp.bfloat16, "rngs": nnx.Rngs(0)}
     if work.kind == "dense":
@@ -87,6 +88,7 @@ def _model(work: Work) -> Any:
             attention_dropout=0.0,
             enable_relative_embedding=False,
             scale_attn_logits=True,
+            **axes,
             **common,
         )
     return te.LayerNormMLP(
@@ -100,12 +102,11 @@ def _model(work: Work) -> Any:
 
 def ours(work: Work, recipe: Any) -> Step:
     """Our layer under a recipe."""
-    model = _model(work)
 
     def context():
         return te.autocast(recipe, enabled=recipe is not None)
 
-    return nnx_step(model, work, te.value_and_grad, context)
+    return nnx_step(model(work), work, te.value_and_grad, context)
 
 
 def timings(runs: dict[str, Step], repeats: int) -> dict[str, list[float]]:

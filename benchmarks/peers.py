@@ -125,9 +125,18 @@ def plain(work: Work) -> Step:
 def nnx_step(
     model: nnx.Module, work: Work, value_and_grad: Callable, context: Callable
 ) -> Step:
-    """A step of an NNX layer, its state besides the parameters donated to the next.
+    """A step of an NNX layer; the arguments are those of nnx_gradients."""
+    return chained(*nnx_gradients(model, work, value_and_grad, context))
 
-    Arrays go in and out as flat lists: a State would be flattened in Python.
+
+def nnx_gradients(
+    model: nnx.Module, work: Work, value_and_grad: Callable, context: Callable
+) -> tuple[Any, ...]:
+    """The jitted step of an NNX layer and its operands.
+
+    These are the state besides the parameters, which is donated and comes back first,
+    the parameters, x and dy. The first two are flat lists: a State would be flattened
+    in Python.
 
     Args:
         model: the layer.
@@ -152,11 +161,15 @@ def nnx_step(
         rest = jax.tree.leaves(nnx.state(model, nnx.Not(nnx.Param)))
         return rest, found, jax.tree.leaves(grads)
 
-    x, dy = arrays(work)
+    return gradients, rest, params, *arrays(work)
+
+
+def chained(gradients: Callable, rest: Any, *others: Any) -> Step:
+    """A step whose state is what the one before it returned."""
     state = {"rest": rest}
 
     def step():
-        state["rest"], value, grads = gradients(state["rest"], params, x, dy)
+        state["rest"], value, grads = gradients(state["rest"], *others)
         return value, grads
 
     return step

@@ -5,10 +5,12 @@
 #include <limits>
 #include <mutex>
 #include <unordered_map>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
 #include "cuda/gemm_cache.h"
+#include "cuda/gemm_operation.h"
 #include "cuda/launch.h"
 
 namespace te_flax::cuda {
@@ -36,6 +38,8 @@ struct State {
   bool read = false;
   AlgoTable stored;
   std::unordered_map<std::string, Plan> plans;
+  // Of each device the keys whose final algorithm has run there: its kernel is loaded.
+  std::unordered_map<int, std::unordered_set<std::string>> settled;
   std::unordered_map<int, std::string> names;  // of devices
 };
 
@@ -52,6 +56,7 @@ void Warn(const std::string& text) {
 struct Device {
   const lt::Api* api = nullptr;
   lt::Handle handle = nullptr;
+  int ordinal = 0;
   std::string name;
 };
 
@@ -69,119 +74,8 @@ ffi::ErrorOr<Device> CurrentDevice() {
     name = std::string(properties.name) + "/" + std::to_string(api->GetVersion()) + "/";
     std::replace(name.begin(), name.end(), ' ', '_');
   }
-  return Device{api, handle, name};
+  return Device{api, handle, ordinal, name};
 }
-
-// cuBLASLt's descriptors of one product.
-class Operation {
- public:
-  explicit Operation(const lt::Api& api) : api_(api) {}
-  Operation(const Operation&) = delete;
-  Operation& operator=(const Operation&) = delete;
-  ~Operation() {
-    if (desc_ != nullptr) api_.DescDestroy(desc_);
-    for (lt::Layout layout : {a_, b_, d_}) {
-      if (layout != nullptr) api_.LayoutDestroy(layout);
-    }
-  }
-
-  ffi::Error Init(const Matmul& p, const MatmulBuffers& at) {
-    TE_RETURN_IF_ERROR(
-        Check("MatmulDescCreate", api_.DescCreate(&desc_, lt::kComputeF32, CUDA_R_32F)));
-    TE_RETURN_IF_ERROR(Set(lt::kTransA, p.trans_a ? lt::kOpT : lt::kOpN));
-    TE_RETURN_IF_ERROR(Set(lt::kTransB, p.trans_b ? lt::kOpT : lt::kOpN));
-    if (p.fast) TE_RETURN_IF_ERROR(Set(lt::kFastAccum, int8_t{1}));
-    if (p.a_scale != kUnscaled) {
-      TE_RETURN_IF_ERROR(SetScale(lt::kAScaleMode, lt::kAScalePointer, p.a_scale, at.a_scale));
-      TE_RETURN_IF_ERROR(SetScale(lt::kBScaleMode, lt::kBScalePointer, p.b_scale, at.b_scale));
-    }
-    if (p.epilogue != lt::kEpilogueNone) TE_RETURN_IF_ERROR(SetEpilogue(p, at));
-    TE_RETURN_IF_ERROR(Create(&a_, p.a, p.trans_a ? p.k : p.m, p.trans_a ? p.m : p.k));
-    TE_RETURN_IF_ERROR(Create(&b_, p.b, p.trans_b ? p.n : p.k, p.trans_b ? p.k : p.n));
-    return Create(&d_, p.d, p.m, p.n);
-  }
-
-  // At most `count` candidates, the most promising first.
-  ffi::ErrorOr<std::vector<lt::Algo>> Candidates(lt::Handle handle, int count) {
-    lt::Preference preference = nullptr;
-    TE_RETURN_IF_ERROR(Check("MatmulPreferenceCreate", api_.PreferenceCreate(&preference)));
-    const uint64_t bytes = kLibraryBytes;
-    lt::Status status = api_.PreferenceSet(preference, lt::kMaxWorkspace, &bytes, sizeof(bytes));
-    const auto set = [&](int attribute, uint32_t value) {
-      if (status == lt::kSuccess) {
-        status = api_.PreferenceSet(preference, attribute, &value, sizeof(value));
-      }
-    };
-    // Partial sums in a narrower type of D would break the bound.
-    set(lt::kReductionMask, lt::kReduceInComputeType);
-    for (int i = lt::kMinAlignmentA; i <= lt::kMinAlignmentD; ++i) set(i, kPointerAlignment);
-    std::vector<lt::HeuristicResult> found(static_cast<size_t>(count));
-    int n = 0;
-    if (status == lt::kSuccess) {
-      status =
-          api_.GetHeuristic(handle, desc_, a_, b_, d_, d_, preference, count, found.data(), &n);
-    }
-    api_.PreferenceDestroy(preference);
-    TE_RETURN_IF_ERROR(Check("MatmulAlgoGetHeuristic", status));
-    std::vector<lt::Algo> algos;
-    for (int i = 0; i < n; ++i) {
-      const lt::HeuristicResult& r = found[static_cast<size_t>(i)];
-      if (r.state == lt::kSuccess && r.workspace <= size_t{kLibraryBytes}) algos.push_back(r.algo);
-    }
-    return algos;
-  }
-
-  bool Runs(lt::Handle handle, const lt::Algo& algo) {
-    lt::HeuristicResult result;
-    return api_.AlgoCheck(handle, desc_, a_, b_, d_, d_, &algo, &result) == lt::kSuccess &&
-           result.workspace <= size_t{kLibraryBytes};
-  }
-
-  lt::Status Run(lt::Handle handle, const MatmulBuffers& at, const lt::Algo& algo,
-                 cudaStream_t stream) {
-    const float one = 1.0f, zero = 0.0f;
-    return api_.Matmul(handle, desc_, &one, at.a, a_, at.b, b_, &zero, at.d, d_, at.d, d_, &algo,
-                       at.workspace, size_t{kLibraryBytes}, stream);
-  }
-
- private:
-  ffi::Error Check(std::string_view call, lt::Status status) {
-    return CublasLtStatus(api_, call, status);
-  }
-
-  template <typename T>
-  ffi::Error Set(int attribute, T value) {
-    return Check("MatmulDescSetAttribute", api_.DescSet(desc_, attribute, &value, sizeof(value)));
-  }
-
-  ffi::Error SetScale(int mode, int pointer, int32_t scale, const void* values) {
-    // Libraries before 12.8 have one mode and no attribute for it.
-    if (scale != lt::kScaleTensor) TE_RETURN_IF_ERROR(Set(mode, scale));
-    return Set(pointer, values);
-  }
-
-  ffi::Error SetEpilogue(const Matmul& p, const MatmulBuffers& at) {
-    TE_RETURN_IF_ERROR(Set(lt::kEpilogue, p.epilogue));
-    if (p.epilogue & lt::kEpilogueBias) {
-      TE_RETURN_IF_ERROR(Set(lt::kBiasType, static_cast<int32_t>(p.bias)));
-      TE_RETURN_IF_ERROR(Set(lt::kBiasPointer, at.bias));
-    }
-    if (p.epilogue & lt::kEpilogueAux) {
-      TE_RETURN_IF_ERROR(Set(lt::kAuxPointer, at.aux));
-      TE_RETURN_IF_ERROR(Set(lt::kAuxLd, p.m));
-    }
-    return ffi::Error::Success();
-  }
-
-  ffi::Error Create(lt::Layout* layout, cudaDataType type, int64_t rows, int64_t cols) {
-    return Check("MatrixLayoutCreate", api_.LayoutCreate(layout, type, static_cast<uint64_t>(rows),
-                                                         static_cast<uint64_t>(cols), rows));
-  }
-
-  const lt::Api& api_;
-  lt::Desc desc_ = nullptr;
-  lt::Layout a_ = nullptr, b_ = nullptr, d_ = nullptr;
-};
 
 bool Find(const std::string& key, Plan* plan) {
   State& state = Global();
@@ -192,15 +86,38 @@ bool Find(const std::string& key, Plan* plan) {
   return true;
 }
 
+// A choice that is not final gives way to any that another device has made meanwhile.
 void Keep(const std::string& key, const lt::Algo& algo, bool final) {
   State& state = Global();
   const std::lock_guard<std::mutex> lock(state.mutex);
-  state.plans[key] = Plan{algo, final};
+  if (final) {
+    state.plans[key] = Plan{algo, true};
+  } else {
+    state.plans.emplace(key, Plan{algo, false});
+  }
 }
 
-bool IsFinal(const std::string& key) {
+// Whether a device has made this choice for all.
+bool FindFinal(const std::string& key, lt::Algo* algo) {
   Plan plan;
-  return Find(key, &plan) && plan.final;
+  if (!Find(key, &plan) || !plan.final) return false;
+  *algo = plan.algo;
+  return true;
+}
+
+bool IsSettledOn(const Device& device, const std::string& key) {
+  State& state = Global();
+  const std::lock_guard<std::mutex> lock(state.mutex);
+  const auto known = state.settled.find(device.ordinal);
+  return known != state.settled.end() && known->second.count(key) != 0;
+}
+
+// Keeps a final choice, with which nothing is left to do on this device.
+void SettleOn(const Device& device, const std::string& key, const lt::Algo& algo) {
+  Keep(key, algo, true);
+  State& state = Global();
+  const std::lock_guard<std::mutex> lock(state.mutex);
+  state.settled[device.ordinal].insert(key);
 }
 
 // The algorithm that the cache file holds.
@@ -321,11 +238,12 @@ void ConfigureGemm(bool autotune, std::string cache_file) {
   state.read = false;
   state.stored.clear();
   state.plans.clear();
+  state.settled.clear();
 }
 
 ffi::ErrorOr<bool> IsSettled(const Matmul& matmul, cudaStream_t stream) {
   TE_ASSIGN_OR_RETURN(device, CurrentDevice());
-  if (IsFinal(device.name + matmul.Key())) return true;
+  if (IsSettledOn(device, device.name + matmul.Key())) return true;
   cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
   TE_RETURN_IF_ERROR(CudaStatus(kWhere, cudaStreamIsCapturing(stream, &capture)));
   return capture != cudaStreamCaptureStatusNone;
@@ -335,13 +253,14 @@ ffi::Error Settle(const Matmul& matmul, const MatmulBuffers& scratch, cudaStream
   TE_ASSIGN_OR_RETURN(device, CurrentDevice());
   const std::string key = device.name + matmul.Key();
   const std::lock_guard<std::mutex> one(Global().settling);
-  if (IsFinal(key)) return ffi::Error::Success();
+  if (IsSettledOn(device, key)) return ffi::Error::Success();
   Operation operation(*device.api);
   TE_RETURN_IF_ERROR(operation.Init(matmul, scratch));
   const bool timed = Global().autotune;
-  lt::Algo stored = {};
-  const bool known = timed && FindStored(key, &stored) && operation.Runs(device.handle, stored);
-  std::vector<lt::Algo> candidates = {stored};
+  lt::Algo chosen = {};
+  const bool known = FindFinal(key, &chosen) ||
+                     (timed && FindStored(key, &chosen) && operation.Runs(device.handle, chosen));
+  std::vector<lt::Algo> candidates = {chosen};
   if (!known) {
     TE_ASSIGN_OR_RETURN(found, operation.Candidates(device.handle, timed ? kCandidates : 1));
     candidates = found;
@@ -349,17 +268,23 @@ ffi::Error Settle(const Matmul& matmul, const MatmulBuffers& scratch, cudaStream
   TE_ASSIGN_OR_RETURN(best, Fastest(&operation, device, scratch, candidates, stream));
   if (best < 0) return NoAlgorithm(matmul, device);
   const lt::Algo& algo = candidates[static_cast<size_t>(best)];
-  Keep(key, algo, true);
+  SettleOn(device, key, algo);
   if (timed && !known) Store(key, algo);
   return ffi::Error::Success();
 }
 
 ffi::Error SettleUntimed(const Matmul& matmul, const MatmulBuffers& buffers) {
   TE_ASSIGN_OR_RETURN(device, CurrentDevice());
-  Operation operation(*device.api);
-  TE_RETURN_IF_ERROR(operation.Init(matmul, buffers));
-  TE_ASSIGN_OR_RETURN(algo, First(&operation, matmul, device));
-  Keep(device.name + matmul.Key(), algo, true);
+  const std::string key = device.name + matmul.Key();
+  const std::lock_guard<std::mutex> one(Global().settling);
+  lt::Algo chosen = {};
+  if (!FindFinal(key, &chosen)) {
+    Operation operation(*device.api);
+    TE_RETURN_IF_ERROR(operation.Init(matmul, buffers));
+    TE_ASSIGN_OR_RETURN(first, First(&operation, matmul, device));
+    chosen = first;
+  }
+  SettleOn(device, key, chosen);
   return ffi::Error::Success();
 }
 

@@ -43,15 +43,17 @@ struct MatmulBuffers {
 // Process-wide settings, before the first product. An empty file: nothing is stored.
 void ConfigureGemm(bool autotune, std::string cache_file);
 
-// Whether the algorithm of a product is settled, or cannot be now: the stream is being captured.
+// Whether the algorithm of a product is settled on the current device, or cannot be now: the stream
+// is being captured.
 ffi::ErrorOr<bool> IsSettled(const Matmul& matmul, cudaStream_t stream);
 
-// Settles it on scratch buffers, whose contents it overwrites: the cache file's algorithm, else the
-// fastest of the candidates, without timing the heuristic's first. It has run when this returns, so
-// that no kernel is loaded while a stream is captured.
+// Settles it on scratch buffers, whose contents it overwrites: the algorithm that another device of
+// the name settled on, else the cache file's, else the fastest of the candidates, without timing
+// the heuristic's first. It has run on the current device when this returns, so that no kernel is
+// loaded while a stream is captured.
 ffi::Error Settle(const Matmul& matmul, const MatmulBuffers& scratch, cudaStream_t stream);
 
-// Settles on the heuristic's first choice, without scratch buffers.
+// Settles on another device's choice or the heuristic's first, without scratch buffers.
 ffi::Error SettleUntimed(const Matmul& matmul, const MatmulBuffers& buffers);
 
 // Enqueues the product, with the algorithm that is known, else with the heuristic's first.

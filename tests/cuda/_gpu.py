@@ -1,6 +1,7 @@
 """Where the GPU tests run, and how they call a handler and compare with the oracle."""
 
 import functools
+import os
 
 import jax
 import ml_dtypes
@@ -23,16 +24,23 @@ CODES = {
 FLAGS = (0.0, -0.0, 1e-40, 1.0, -3.0, np.nan)  # of the noop variants
 
 
-def _has_gpu() -> bool:
+def _gpus() -> list[jax.Device]:
     try:
-        return bool(jax.devices("cuda"))
+        return jax.devices("cuda")
     except RuntimeError:
-        return False
+        return []
 
 
 GPU = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not _has_gpu(), reason="needs an NVIDIA GPU"),
+    pytest.mark.skipif(not _gpus(), reason="needs an NVIDIA GPU"),
+]
+# TWO_DEVICES=cpu shows without GPUs that these tests themselves are sound.
+_cpus = jax.devices("cpu") if os.environ.get("TWO_DEVICES") == "cpu" else []
+PAIR = (_cpus or _gpus())[:2]
+TWO_GPUS = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(len(PAIR) < 2, reason="needs two NVIDIA GPUs"),
 ]
 each_dtype = pytest.mark.parametrize("dtype", INPUTS, ids=str)
 

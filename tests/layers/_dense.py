@@ -21,6 +21,11 @@ def data(shape, seed=0, dtype=jnp.float32):
     return jnp.asarray(values, dtype)
 
 
+def grid(names, devices):
+    """The shape of a mesh of one axis, or of two whose second, tp, is of size 2."""
+    return (devices,) if len(names) == 1 else (devices // 2, 2)
+
+
 def wide(shape) -> Any:
     """A float64 host array."""
     return np.ones(shape, np.float64)

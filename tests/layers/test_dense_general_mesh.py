@@ -7,14 +7,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from _dense import RECIPES, data
+from _dense import RECIPES, data, grid
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import te_flax as te
+from te_flax.testing.numerics import (
+    product_bound,
+    product_mode,
+    sharded_bound,
+    sum_bound,
+)
 
-# mesh shape and axes, rules, and per kind of layer the sharding of x and of dy.
+# mesh axes, rules, and per kind of layer the sharding of x and of dy.
 PLAIN = {"column": (P("dp"), P("dp")), "row": (P("dp"), P("dp"))}
 TENSOR = {
     "column": (P("dp"), P("dp", None, "tp")),
@@ -24,17 +30,13 @@ SEQUENCE = {
     "column": (P("dp", "tp"), P("dp", None, "tp")),
     "row": (P("dp", None, "tp"), P("dp", "tp")),
 }
+BOTH = ("dp", "tp")
 MESHES = {
-    "dp": ((8,), ("dp",), {"dp": "dp"}, PLAIN),
-    "fsdp": ((8,), ("dp",), {"fsdp": "dp"}, PLAIN),
-    "tp, dp of size 1": ((1, 8), ("dp", "tp"), {"dp": "dp", "tp": "tp"}, TENSOR),
-    "dp x tp": ((4, 2), ("dp", "tp"), {"dp": "dp", "tp": "tp"}, TENSOR),
-    "dp x tp, sp": (
-        (4, 2),
-        ("dp", "tp"),
-        {"dp": "dp", "tp": "tp", "sp": "tp"},
-        SEQUENCE,
-    ),
+    "dp": (("dp",), {"dp": "dp"}, PLAIN),
+    "fsdp": (("dp",), {"fsdp": "dp"}, PLAIN),
+    "tp, dp of size 1": (BOTH, {"dp": "dp", "tp": "tp"}, TENSOR),
+    "dp x tp": (BOTH, {"dp": "dp", "tp": "tp"}, TENSOR),
+    "dp x tp, sp": (BOTH, {"dp": "dp", "tp": "tp", "sp": "tp"}, SEQUENCE),
 }
 KINDS = {"column": (64, 128, ("embed", "mlp")), "row": (128, 64, ("mlp", "embed"))}
 
@@ -55,23 +57,34 @@ def step(layer, x, dy, out_sharding=None):
     }
 
 
-def bounds(layer, x, dy, quantized):
-    """Twice K 2^-24 sum|a||b|, the operands grown by what quantization may add."""
+def product(recipe, *, forward):
+    """How a GPU sums these products; delayed and current scaling split those of dy."""
+    if jax.default_backend() == "cpu" or recipe in (None, "mxfp8"):
+        return product_mode(fp8=False)
+    return "fast" if forward else "split"
+
+
+def bounds(layer, x, dy, recipe):
+    """Twice that of a product, the operands grown by what quantization may add."""
 
     def grow(a):
         a = np.abs(np.asarray(a, np.float64))
-        return a * 1.125 + 2.0**-9 * a.max() if quantized else a
+        return a * 1.125 + 2.0**-9 * a.max() if recipe else a
 
     k = grow(layer.kernel[...])
     tokens = x.shape[0] * x.shape[1]
     a, g = grow(x).reshape(tokens, -1), grow(dy).reshape(tokens, -1)
-    unit = lambda length: 2 * (length + 3) * 2.0**-24
     bias = np.abs(np.asarray(dy, np.float64)).reshape(tokens, -1).sum(0)
+
+    def twice(length, size, *, forward=False):
+        how = product(recipe, forward=forward)
+        return sharded_bound(product_bound(length, size, 3, mode=how))
+
     return {
-        "y": (unit(k.shape[0]) * (a @ k)).reshape(*x.shape[:2], -1),
-        "dx": (unit(k.shape[1]) * (g @ k.T)).reshape(x.shape),
-        "kernel": unit(tokens) * (a.T @ g),
-        "bias": unit(tokens) * bias,
+        "y": twice(k.shape[0], a @ k, forward=True).reshape(*x.shape[:2], -1),
+        "dx": twice(k.shape[1], g @ k.T).reshape(x.shape),
+        "kernel": twice(tokens, a.T @ g),
+        "bias": sharded_bound(sum_bound(tokens, bias, 3)),
     }
 
 
@@ -122,8 +135,12 @@ CASES.append(("current_scaling", "dp x tp"))
 @pytest.mark.parametrize(("recipe", "mesh_name"), CASES)
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 def test_sharded_equals_one_device(recipe, mesh_name, axis_type):
-    single, want = one_device(recipe)
-    shape, names, rules, specs = MESHES[mesh_name]
+    check_sharded(recipe, mesh_name, axis_type)
+
+
+def check_sharded(recipe, mesh_name, axis_type, devices=8):
+    names, rules, specs = MESHES[mesh_name]
+    shape = (1, devices) if "size 1" in mesh_name else grid(names, devices)
     mesh = jax.make_mesh(shape, names, axis_types=(axis_type,) * len(names))
     rule = nnx.logical_axis_rules(te.logical_axis_rules(**rules))
     with jax.set_mesh(mesh), rule:
@@ -139,8 +156,14 @@ def test_sharded_equals_one_device(recipe, mesh_name, axis_type):
         }
         wanted = {kind: s[1] for kind, s in specs.items()}
         got = steps(recipe, sharded, placed, wanted)
+    agree_with_one_device(recipe, sharded, got)
+
+
+def agree_with_one_device(recipe, sharded, got):
+    """Sums within the bound, the amaxes to the bit."""
+    single, want = one_device(recipe)
     for kind, (x, dy) in arrays().items():
-        limits = bounds(single[kind], x, dy, recipe is not None)
+        limits = bounds(single[kind], x, dy, recipe)
         for name, bound in limits.items():
             a, b = (np.asarray(v[kind][name], np.float64) for v in (got, want))
             worst = (np.abs(a - b) / bound).max()
@@ -151,6 +174,37 @@ def test_sharded_equals_one_device(recipe, mesh_name, axis_type):
             )
             np.testing.assert_array_equal(a, b)
             assert (b[0] > 0) == (recipe == "delayed_scaling")
+
+
+@pytest.mark.parametrize("recipe", ["delayed_scaling", "mxfp8"])
+def test_a_step_inside_shard_map_equals_one_device(recipe):
+    check_manual(recipe)
+
+
+def check_manual(recipe, devices=8):
+    """Each device has its part of the batch, and a layer that all of them share."""
+    mesh = jax.make_mesh((devices,), ("dp",), axis_types=(AxisType.Auto,))
+    layers = nnx.Dict(**make_layers())
+    graphdef, state = nnx.split(layers)
+    specs = {"y": P("dp"), "dx": P("dp"), "kernel": P(), "bias": P()}
+
+    @jax.jit
+    @functools.partial(
+        jax.shard_map,
+        mesh=mesh,
+        in_specs=(P(), P("dp")),
+        out_specs=(dict.fromkeys(KINDS, specs), P()),
+    )
+    def run(state, operands):
+        inner = nnx.merge(graphdef, state, copy=True)
+        found = {kind: step(inner[kind], *operands[kind]) for kind in KINDS}
+        return found, nnx.state(inner)
+
+    with jax.set_mesh(mesh), context(recipe):
+        for _ in range(1 + (recipe == "delayed_scaling")):
+            got, state = run(state, arrays())
+    nnx.update(layers, state)
+    agree_with_one_device(recipe, layers, got)
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])

@@ -21,10 +21,10 @@ _WORDS = (
 )
 
 
-def mesh(*types, shape=(4, 2), names=("dp", "tp")):
-    # Of the CPU, also where the tests of the GPU import this.
-    cpus = jax.devices("cpu")
-    return jax.make_mesh(shape, names, axis_types=types, devices=cpus)
+def mesh(*types, shape=(4, 2), names=("dp", "tp"), devices=None):
+    # Of the CPU by default, also where the tests of the GPU import this.
+    devices = devices or jax.devices("cpu")
+    return jax.make_mesh(shape, names, axis_types=types, devices=devices)
 
 
 MESHES = {

@@ -80,15 +80,19 @@ def manual(name, partly):
     [(n, k) for n in OPS for k in meshes(n)],
 )
 def test_sharded(name, kind):
+    check_sharded(name, MESHES[kind])
+
+
+def check_sharded(name, on):
     """Equal to one device; the only collective is the reduction of a result."""
-    op, on = OPS[name], MESHES[kind]
+    op = OPS[name]
     arrays, attrs, plan = _sharded(op, on, (("dp",), ("tp",)))
     call = functools.partial(op, **attrs)
     got, found, _ = _compiled(call, on, plan.in_specs(), arrays)
     agree(op, attrs, arrays, got)
     reduces = reductions(op, plan)
-    # A mixed mesh: axis by axis.
-    steps = sum(len(axes) if "mixed" in kind else 1 for _, axes in reduces)
+    mixed = len(set(on.axis_types)) > 1  # axis by axis
+    steps = sum(len(axes) if mixed else 1 for _, axes in reduces)
     assert found == ({"all-reduce": steps} if reduces else {})
 
 
@@ -132,8 +136,12 @@ def _inside(op, attrs, plan):
     ],
 )
 def test_manual(name, kind, vma):
+    check_manual(name, mesh(kind, kind), vma)
+
+
+def check_manual(name, on, vma):
     """Inside shard_map the bare kernel runs on the shard."""
-    op, on = OPS[name], mesh(kind, kind)
+    op = OPS[name]
     arrays, attrs, plan = _sharded(op, on, (("dp",), ("tp",)))
     f = jax.shard_map(
         _inside(op, attrs, plan),
