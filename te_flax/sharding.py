@@ -114,6 +114,22 @@ class Placement(NamedTuple):
             x = lax.with_sharding_constraint(x, self.auto)
         return x
 
+    @property
+    def spec(self) -> PartitionSpec | None:
+        """Both parts together, as an out_sharding; None asks for nothing."""
+        parts = [tuple(p) for p in (self.explicit, self.auto) if p is not None]
+        if len(parts) < 2:
+            return PartitionSpec(*parts[0]) if parts else None
+        pairs = zip(*parts, strict=True)
+        return PartitionSpec(*[(*_tuple(a), *_tuple(b)) or None for a, b in pairs])
+
+    def permuted(self, order: Sequence[int]) -> "Placement":
+        """That of the array with its dims in another order."""
+        parts = [
+            p if p is None else PartitionSpec(*(p[i] for i in order)) for p in self
+        ]
+        return Placement(*parts)
+
 
 def placement(axes: Sequence[str | None] | None, ndim: int) -> Placement:
     """Reads what the logical ``axes`` of an array stand for in this context.

@@ -193,7 +193,7 @@ def project_out(layer: Any, context: Array, asked: Any) -> Array:
         axes, turned = layer.input_axes, layer.transpose_batch_sequence
         axes = _arguments.input_axes(type(layer).__name__, axes, 3, turned)
         placed = sharding.placement(axes, 3)
-        asked = placed.explicit
+        asked = placed.spec
     y = layer.out(context, out_sharding=asked)
     return sharding.Placement(auto=placed.auto)(checkpoint_name(y, "out_proj"))
 

@@ -179,7 +179,9 @@ class DenseGeneral(nnx.Module):
             TypeError: x is no float32, bfloat16 or float16 array (float64 with
                 ``jax_enable_x64`` goes through without a recipe).
         """
-        return _gemm.apply(self, self._contracted_last(x), out_sharding=out_sharding)[0]
+        x, axes = self._contracted_last(x)
+        both = axes, axes
+        return _gemm.apply(self, x, axes=both, out_sharding=out_sharding)[0]
 
     def matrix(self, kernel: Array) -> Array:
         """The kernel as ``[*in, *out]``, behind the dims of stacked layers.
@@ -196,7 +198,7 @@ class DenseGeneral(nnx.Module):
         order = (*range(stacked), *(stacked + i for i in self.kernel_order))
         return jnp.transpose(kernel, order)
 
-    def _contracted_last(self, x: Array) -> Array:
+    def _contracted_last(self, x: Array) -> tuple[Array, Axes | None]:
         """Checks x and moves its contracted axes to the end."""
         where = type(self).__name__
         x = _arguments.float_array(where, x)
@@ -232,10 +234,13 @@ class DenseGeneral(nnx.Module):
                     "change in_features or the input",
                 )
             )
-        x = sharding.constrain(x, self._input_axes(x.ndim))
+        axes = self._input_axes(x.ndim)
+        x = sharding.constrain(x, axes)
         rest = tuple(a for a in range(x.ndim) if a not in axis)
         order = (*rest, *axis)
-        return x if order == tuple(range(x.ndim)) else jnp.transpose(x, order)
+        if order == tuple(range(x.ndim)):
+            return x, axes
+        return jnp.transpose(x, order), axes and tuple(axes[i] for i in order)
 
     def _input_axes(self, ndim: int) -> Axes | None:
         """The logical axes of x in its own order."""

@@ -159,7 +159,7 @@ class LayerNormDenseGeneral(DenseGeneral):
             self,
             sharding.constrain(x, axes),
             norm=self.norm,
-            h_axes=self._axes("dot_input_axes", x.ndim),
+            axes=(axes, self._axes("dot_input_axes", x.ndim)),
             return_h=self.return_layernorm_output,
             out_sharding=out_sharding,
         )

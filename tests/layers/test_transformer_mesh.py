@@ -16,8 +16,10 @@ from jax.sharding import PartitionSpec as P
 
 import te_flax as te
 from examples.encoder.model import AXES
+from te_flax.ops.products import mxfp8_products
 
-B, S, H, MID, HEADS = 8, 32, 64, 128, 4
+# Shards hold whole blocks of 32, along tokens and along features.
+B, S, H, MID, HEADS = 8, 64, 128, 256, 4
 PRESETS = {
     "dp": ((8,), ("dp",), {"dp": "dp"}, P("dp")),
     "fsdp": ((8,), ("fsdp",), {"fsdp": "fsdp"}, P("fsdp")),
@@ -175,10 +177,51 @@ def test_fsdp_gathers_codes(axis_type):
     assert {kind for kind, _ in found} == {"all-gather", "all-reduce", "reduce-scatter"}
 
 
-def test_sp_scatters_sums_and_gathers_codes():
-    """Forward 2 and backward 2 sums; in front of two products codes are gathered."""
-    found = collectives(on_mesh("tp, sp", AxisType.Auto, "delayed_scaling")[2])
-    assert found["reduce-scatter", f"f32[{B // 4},{S // 2},{H}]"] == 4
-    codes = [found["all-gather", kind + ACTIVATION[3:]] for kind in ("f16", "f8e4m3fn")]
-    assert sum(codes) == 2
-    assert found["all-reduce", ACTIVATION] == 0
+TOKENS = f"[{B // 4},{S},{H}]"
+# Gathered under sequence parallelism: x of two products and dy of two others. Per
+# tensor the codes of dy serve both gradients; in blocks each copy has its own codes.
+# Without codes XLA keeps what it has gathered of x.
+SP_GATHERS = {
+    None: {f"f32{TOKENS}": 4},
+    "delayed_scaling": {f"u8{TOKENS}": 4, f"u8[{H},{B // 4},{S}]": 2},
+    "mxfp8": {
+        f"u8{TOKENS}": 8,
+        f"u8[{B // 4},{S},{H // 32}]": 4,
+        f"u8[{B // 4},{S // 32},{H}]": 4,
+    },
+}
+# Scales of qkv alone, which has its heads behind three parts: one byte in 32.
+QKV_SCALES = {
+    f"u8{dims}"
+    for n in (H, f"{B // 4},{S}")
+    for dims in (f"[{n},3,{HEADS}]", f"[{n},{3 * HEADS}]")
+}
+SP_CI = {
+    (AxisType.Auto, "delayed_scaling", "codes"),
+    (AxisType.Explicit, "mxfp8", "values"),
+}
+
+
+@pytest.mark.parametrize(
+    ("axis_type", "recipe", "products"),
+    [
+        pytest.param(*case, marks=() if case in SP_CI else pytest.mark.slow)
+        for axis_type in (AxisType.Auto, AxisType.Explicit)
+        for recipe in SP_GATHERS
+        for products in ("codes", "values")[: 1 + (recipe == "mxfp8")]
+        for case in [(axis_type, recipe, products)]
+    ],
+)
+def test_sp_scatters_sums_and_gathers_codes(axis_type, recipe, products):
+    """Forward 2 and backward 2 sums; no kernel moves, and nothing changes its split."""
+    with mxfp8_products(products):
+        text = (on_mesh if products == "codes" else on_mesh.__wrapped__)(
+            "tp, sp", axis_type, recipe
+        )[2]
+    moved = {k: n for k, n in collectives(text).items() if k[0] != "all-reduce"}
+    assert moved.pop(("reduce-scatter", f"f32[{B // 4},{S // 2},{H}]")) == 4
+    gathers = {shape: n for (kind, shape), n in moved.items() if kind == "all-gather"}
+    assert len(gathers) == len(moved), moved
+    scales = QKV_SCALES & gathers.keys() if recipe == "mxfp8" else set()
+    found = {shape: n for shape, n in gathers.items() if shape not in scales}
+    assert found == SP_GATHERS[recipe]
