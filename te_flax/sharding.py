@@ -140,7 +140,8 @@ def placement(axes: Sequence[str | None] | None, ndim: int) -> Placement:
 
     Returns:
         Its placement, empty where no mesh is set. Manual axes, and names without a
-        mesh axis, are left out.
+        mesh axis, are left out; where nothing is left, names that all have a rule ask
+        for an array that is not sharded, others for nothing.
 
     Raises:
         ValueError: ``axes`` has another length than the array has dims.
@@ -159,13 +160,16 @@ def placement(axes: Sequence[str | None] | None, ndim: int) -> Placement:
             )
         )
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    rules, named = dict(get_logical_axis_rules() or ()), set(axes) - {None}
+    whole = bool(named) and named <= rules.keys() | kinds.keys()
 
     def part(kind: AxisType) -> PartitionSpec | None:
         names = [
             tuple(a for a in _tuple(_mesh_axes(axis)) if kinds.get(a) == kind) or None
             for axis in axes
         ]
-        return PartitionSpec(*names) if any(names) else None
+        known = whole and kind in kinds.values()
+        return PartitionSpec(*names) if known or any(names) else None
 
     return Placement(part(AxisType.Explicit), part(AxisType.Auto))
 

@@ -1,8 +1,13 @@
 """The presets of te.logical_axis_rules, as docs/sharding.md lists them."""
 
+import jax
 import pytest
+from flax import nnx
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import te_flax as te
+from te_flax.sharding import Placement, placement
 
 NAMES = {"batch", "seqlen", "embed", "mlp", "heads", "kv_heads", "vocab", "layers"}
 TENSOR = dict.fromkeys(("mlp", "heads", "kv_heads", "vocab"), "t")
@@ -23,3 +28,16 @@ def test_rules(given, expected):
     rules = dict(te.logical_axis_rules(**given))
     assert rules.keys() == NAMES
     assert {name: axes for name, axes in rules.items() if axes} == expected
+
+
+def test_names_without_a_mesh_axis():
+    """Those with a rule ask for what is not sharded, others for nothing."""
+    mesh = jax.make_mesh((8,), ("t",), axis_types=(AxisType.Auto,))
+    rules = nnx.logical_axis_rules(te.logical_axis_rules(tp="t", sp="t"))
+    with jax.set_mesh(mesh):
+        assert placement(("batch", None), 2) == Placement()
+        with rules:
+            assert placement(("batch", "seqlen"), 2).auto == P(None, ("t",))
+            assert placement(("batch", None), 2) == Placement(auto=P(None, None))
+            assert placement(("batch", "own"), 2) == Placement()
+            assert placement((None, None), 2) == Placement()

@@ -31,7 +31,7 @@ from te_flax.typing import Array, Axes, Initializer
 
 _WHERE = "LayerNormMLP"
 _DROPOUT_DIMS = "intermediate_hidden_dropout_dims"
-_OWN = ("axis", "input_axes", "kernel_axes", "bias_axes")
+_OWN = ("axis", "input_axes", "dot_input_axes", "kernel_axes", "bias_axes")
 
 # Arguments that the norm takes, and those of both maps.
 _NORM = (

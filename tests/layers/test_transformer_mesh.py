@@ -2,12 +2,12 @@
 
 import functools
 import re
-from collections import Counter
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from _collectives import collectives
 from _dense import RECIPES, data
 from _fused import FAST
 from flax import nnx
@@ -100,22 +100,18 @@ def on_mesh(preset, axis_type, recipe):
         return train(recipe, place)
 
 
-def collectives(text):
-    """How often each kind has a result of each shape, ``("all-reduce", "f32[2]")``."""
-    kinds = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
-    found = Counter()
-    for results, kind in re.findall(rf" = (.*?) ({kinds})(?:-start)?\(", text):
-        shapes = re.findall(r"\w+\[[\d,]*\]", results)
-        found.update((kind, shape) for shape in shapes)
-    return found
-
-
 CI = {
     ("tp, sp", AxisType.Auto, "delayed_scaling"),
     ("fsdp", AxisType.Explicit, "delayed_scaling"),
 }
+
+
+def marks(*case):
+    return () if case in CI else pytest.mark.slow
+
+
 CASES = [
-    pytest.param(*case, marks=() if case in CI else pytest.mark.slow)
+    pytest.param(*case, marks=marks(*case))
     for preset in PRESETS
     for axis_type in (AxisType.Auto, AxisType.Explicit)
     for recipe in (None, "delayed_scaling", "mxfp8")
@@ -196,16 +192,12 @@ QKV_SCALES = {
     for n in (H, f"{B // 4},{S}")
     for dims in (f"[{n},3,{HEADS}]", f"[{n},{3 * HEADS}]")
 }
-SP_CI = {
-    (AxisType.Auto, "delayed_scaling", "codes"),
-    (AxisType.Explicit, "mxfp8", "values"),
-}
 
 
 @pytest.mark.parametrize(
     ("axis_type", "recipe", "products"),
     [
-        pytest.param(*case, marks=() if case in SP_CI else pytest.mark.slow)
+        pytest.param(*case, marks=marks("tp, sp", *case[:2]))
         for axis_type in (AxisType.Auto, AxisType.Explicit)
         for recipe in SP_GATHERS
         for products in ("codes", "values")[: 1 + (recipe == "mxfp8")]
