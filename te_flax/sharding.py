@@ -114,6 +114,22 @@ class Placement(NamedTuple):
             x = lax.with_sharding_constraint(x, self.auto)
         return x
 
+    @property
+    def spec(self) -> PartitionSpec | None:
+        """Both parts together, as an out_sharding; None asks for nothing."""
+        parts = [tuple(p) for p in (self.explicit, self.auto) if p is not None]
+        if len(parts) < 2:
+            return PartitionSpec(*parts[0]) if parts else None
+        pairs = zip(*parts, strict=True)
+        return PartitionSpec(*[(*_tuple(a), *_tuple(b)) or None for a, b in pairs])
+
+    def permuted(self, order: Sequence[int]) -> "Placement":
+        """That of the array with its dims in another order."""
+        parts = [
+            p if p is None else PartitionSpec(*(p[i] for i in order)) for p in self
+        ]
+        return Placement(*parts)
+
 
 def placement(axes: Sequence[str | None] | None, ndim: int) -> Placement:
     """Reads what the logical ``axes`` of an array stand for in this context.
@@ -123,8 +139,9 @@ def placement(axes: Sequence[str | None] | None, ndim: int) -> Placement:
         ndim: number of dims of the array.
 
     Returns:
-        Its placement, empty where no mesh is set or no name has a rule. Manual axes
-        are left out; a dim whose name stands for no mesh axis is whole on each device.
+        Its placement, empty where no mesh is set. Manual axes, and names without a
+        mesh axis, are left out; where nothing is left, names that all have a rule ask
+        for an array that is not sharded, others for nothing.
 
     Raises:
         ValueError: ``axes`` has another length than the array has dims.
@@ -143,16 +160,16 @@ def placement(axes: Sequence[str | None] | None, ndim: int) -> Placement:
             )
         )
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    rules = dict(get_logical_axis_rules() or ())
-    known = any(axis in rules or axis in kinds for axis in axes)
+    rules, named = dict(get_logical_axis_rules() or ()), set(axes) - {None}
+    whole = bool(named) and named <= rules.keys() | kinds.keys()
 
     def part(kind: AxisType) -> PartitionSpec | None:
         names = [
             tuple(a for a in _tuple(_mesh_axes(axis)) if kinds.get(a) == kind) or None
             for axis in axes
         ]
-        asks = known and kind in kinds.values()
-        return PartitionSpec(*names) if asks else None
+        known = whole and kind in kinds.values()
+        return PartitionSpec(*names) if known or any(names) else None
 
     return Placement(part(AxisType.Explicit), part(AxisType.Auto))
 

@@ -8,7 +8,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import te_flax as te
-from te_flax.sharding import constrain
+from te_flax.sharding import Placement, constrain, placement
 
 NAMES = {"batch", "seqlen", "embed", "mlp", "heads", "kv_heads", "vocab", "layers"}
 TENSOR = dict.fromkeys(("mlp", "heads", "kv_heads", "vocab"), "t")
@@ -29,6 +29,19 @@ def test_rules(given, expected):
     rules = dict(te.logical_axis_rules(**given))
     assert rules.keys() == NAMES
     assert {name: axes for name, axes in rules.items() if axes} == expected
+
+
+def test_names_without_a_mesh_axis():
+    """Those with a rule ask for what is not sharded, others for nothing."""
+    mesh = jax.make_mesh((8,), ("t",), axis_types=(AxisType.Auto,))
+    rules = nnx.logical_axis_rules(te.logical_axis_rules(tp="t", sp="t"))
+    with jax.set_mesh(mesh):
+        assert placement(("batch", None), 2) == Placement()
+        with rules:
+            assert placement(("batch", "seqlen"), 2).auto == P(None, ("t",))
+            assert placement(("batch", None), 2) == Placement(auto=P(None, None))
+            assert placement(("batch", "own"), 2) == Placement()
+            assert placement((None, None), 2) == Placement()
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])

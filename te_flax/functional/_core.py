@@ -4,7 +4,6 @@ Forward: an operand, straight from x or through a norm or an activation, times t
 kernel. Backward: one quantized dy, read by the two gradient GEMMs.
 """
 
-import dataclasses
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -13,6 +12,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
+from te_flax.functional import _gather
 from te_flax.functional.config import (
     IDENTITY,
     DenseConfig,
@@ -53,7 +53,7 @@ def quantize_input(
     config: DenseConfig, x: Array, k_ndim: int, state: GemmState, *, backward: bool
 ) -> Produced:
     """Quantizes x itself."""
-    copies = config.x(
+    copies = _gather.x_quantizer(config, x, k_ndim)(
         x,
         k_ndim=k_ndim,
         rowwise=True,
@@ -102,7 +102,7 @@ def normalize(
     """Runs the norm over the last dim of x, quantized for the GEMM behind it."""
     parameters = (scale,) if norm.kind == "rmsnorm" else (scale, bias)
     return produce(
-        config.x,
+        _gather.x_quantizer(config, x, 1),
         NORM_FWD[norm.kind],
         x,
         *(jnp.asarray(p) for p in parameters),
@@ -147,7 +147,9 @@ def multiply(
             amax_axes=config.amax_axes,
             impl=config.impl,
         )
-    rowwise = _named(config, _placed(config, x.rowwise))
+    route = _gather.x_route(config)
+    rowwise = _named(config, _gather.travel(cast(ScaledTensor, x.rowwise), route))
+    rowwise = _gather.values_of(rowwise, config.x, config.impl)
     ndim = rowwise.ndim
     y = gemm(
         rowwise,
@@ -172,15 +174,22 @@ def multiply(
 
 
 def quantize_cotangent(
-    config: DenseConfig, res: GemmResiduals, dy: Array, n_ndim: int, *, dbias: bool
+    config: DenseConfig,
+    res: GemmResiduals,
+    dy: Array,
+    n_ndim: int,
+    x_type: Any,
+    *,
+    dbias: bool,
 ) -> Produced:
     """Quantizes dy for both gradient GEMMs, with its sum over the tokens if wanted."""
+    quantizer, colwise = _gather.dy_quantizer(config, x_type, dy, n_ndim)
     return quantize_dbias(
-        config.dy,
+        quantizer,
         dy,
         k_ndim=n_ndim,
         rowwise=True,
-        colwise=True,
+        colwise=colwise,
         scale=res.dy_scale,
         dbias=dbias,
         amax_axes=config.amax_axes,
@@ -193,18 +202,21 @@ def gradients(
     config: DenseConfig, res: GemmResiduals, dy: Quantized, k_ndim: int, x_type, k_type
 ) -> tuple[Array, Array]:
     """Computes ``dx = dy . kernel^T`` and ``dkernel = x^T . dy`` from one dy."""
-    rowwise, colwise = cast(ScaledTensor, dy.rowwise), cast(ScaledTensor, dy.colwise)
-    x, kernel = _like(res.x, colwise, config), _like(res.kernel, rowwise, config)
+    n_ndim = k_type.ndim - k_ndim
+    rowwise, colwise = _gather.dy_copies(config, dy, x_type, n_ndim)
+    x = _gather.travel(res.x, _gather.x_route(config))
+    x = _like(x, colwise, config)
+    kernel = _like(res.kernel, rowwise, config)
     options: dict[str, Any] = {"precision": config.precision, "impl": config.impl}
     ndim = rowwise.ndim
-    tokens = range(ndim - (k_type.ndim - k_ndim))
+    tokens = range(ndim - n_ndim)
     dx = gemm(
         rowwise,
         kernel,
         contracting_dims=(range(len(tokens), ndim), range(k_ndim, k_type.ndim)),
         out_dtype=x_type.dtype,
         split_accumulator=config.split_accumulator[1],
-        out_sharding=wanted(x_type),
+        out_sharding=wanted(x_type) or config.input.spec,
         **options,
     )
     dkernel = gemm(
@@ -332,18 +344,11 @@ def wanted(aval) -> PartitionSpec | None:
     return spec if any(s is not None for s in spec) else None
 
 
-def _placed(config: DenseConfig, x: ScaledTensor | None) -> ScaledTensor:
-    """The rowwise copy where the GEMM wants it: codes travel, not what they encode."""
-    x = cast(ScaledTensor, x)
-    return dataclasses.replace(x, data=config.operand(x.data))
-
-
 def _like(saved: ScaledTensor, other: ScaledTensor, config: DenseConfig):
     """Saved codes as the values that the other operand of their product holds."""
     if saved.scaling == "none" or not other.holds_values:
         return saved
-    values = saved.dequantize(other.data.dtype, impl=config.impl)
-    return dataclasses.replace(saved, data=values, scale=None, scaling="none")
+    return _gather.decoded(saved, other.data.dtype, config.impl)
 
 
 def _named(config: DenseConfig, x: ScaledTensor | None) -> ScaledTensor:

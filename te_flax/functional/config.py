@@ -72,7 +72,10 @@ class DenseConfig:
         out_dtype: name of y's dtype; None takes x's.
         precision: of the products of unquantized operands.
         out_sharding: wanted of y.
-        operand: placement of the quantized input, after a norm or an activation.
+        input: placement that x was given.
+        operand: placement of the quantized input, after a norm or an activation, in
+            both passes. Where it leaves fewer mesh axes on the tokens than ``input``
+            or ``out_sharding``, codes of x and of dy are gathered.
         amax_axes: manual mesh axes over which an amax is the maximum.
         report_dy: whether amax(dy) leaves through the mailbox's cotangent.
         checkpoint_name: under which ``jax.checkpoint`` policies find the copies.
@@ -94,6 +97,7 @@ class DenseConfig:
     out_dtype: str | None = None
     precision: str = "default"
     out_sharding: PartitionSpec | None = None
+    input: Placement = NOWHERE
     operand: Placement = NOWHERE
     amax_axes: tuple[str, ...] = ()
     report_dy: bool = False

@@ -161,14 +161,10 @@ def _dense_bwd(static, res, cotangents):
     dy, dh_extra, _ = cotangents
     n_ndim = kernel_type.ndim - k_ndim
     with_bias = bias_type is not None
-    made = _core.quantize_cotangent(config, saved, dy, n_ndim, dbias=with_bias)
+    h_type = _core.type_after(norm, x_type)
+    made = _core.quantize_cotangent(config, saved, dy, n_ndim, h_type, dbias=with_bias)
     dx, dkernel = _core.gradients(
-        config,
-        saved,
-        made.quantized,
-        k_ndim,
-        _core.type_after(norm, x_type),
-        kernel_type,
+        config, saved, made.quantized, k_ndim, h_type, kernel_type
     )
     dscale = dnorm_bias = None
     if norm is not None:

@@ -276,8 +276,10 @@ def _wo_gradients(config, saved, dy, p):
     """Quantizes dy; gradients of the activation's result and of the second GEMM."""
     wo, lora = config.wo, saved.lora[1]
     with_bias = p.wo_bias is not None
-    made = _core.quantize_cotangent(wo, saved.wo, dy, p.wo.ndim - 1, dbias=with_bias)
     mid = jax.typeof(saved.z[..., 0, :])  # of the activation's result
+    made = _core.quantize_cotangent(
+        wo, saved.wo, dy, p.wo.ndim - 1, mid, dbias=with_bias
+    )
     dh, dwo = _core.gradients(wo, saved.wo, made.quantized, 1, mid, p.wo)
     dlora = None
     if lora is not None:

@@ -29,9 +29,17 @@ def common(
     recipe: Recipe | None,
     out_dtype: str,
     out_sharding: PartitionSpec | NamedSharding | None = None,
-    operand: Placement | None = None,
+    placed: tuple[Placement, Placement] = (Placement(), Placement()),
 ):
-    """The static configuration of one GEMM of a layer."""
+    """The static configuration of one GEMM of a layer.
+
+    Args:
+        layer: a DenseGeneral.
+        recipe: that it follows.
+        out_dtype: of y.
+        out_sharding: wanted of y.
+        placed: where the layer has placed x, and where it wants the quantized input.
+    """
     if isinstance(out_sharding, NamedSharding):
         out_sharding = out_sharding.spec
     return _fp8.gemm_config(
@@ -40,7 +48,8 @@ def common(
         out_dtype=out_dtype,
         precision=layer.precision,
         out_sharding=out_sharding,
-        operand=operand or Placement(),
+        input=placed[0],
+        operand=placed[1],
         checkpoint_name=layer.quantization_checkpoint_name or QUANTIZED_NAME,
         impl=current_kernels(),
     )
@@ -67,7 +76,7 @@ def apply(
     x: Array,
     *,
     norm: Any = None,
-    h_axes: Axes | None = None,
+    axes: tuple[Axes | None, Axes | None] = (None, None),
     return_h: bool = False,
     out_sharding: PartitionSpec | NamedSharding | None = None,
 ) -> tuple[Array, Array | None]:
@@ -77,7 +86,7 @@ def apply(
         layer: holds kernel, bias, fp8, low-rank factors and options.
         x: input with its contracted axes last.
         norm: a LayerNorm or RMSNorm in front, or None.
-        h_axes: logical axes of norm(x).
+        axes: logical axes of x, which it has, and of norm(x).
         return_h: whether norm(x) is returned.
         out_sharding: wanted of y.
 
@@ -89,8 +98,8 @@ def apply(
     bias = None if layer.bias is None else layer.bias[...]
     px, pkernel, pbias = layer.promote_dtype((x, kernel, bias), dtype=layer.dtype)
     out_dtype = jnp.dtype(layer.preferred_element_type or px.dtype).name
-    operand = placement(h_axes, x.ndim)
-    config = common(layer, recipe, out_dtype, out_sharding, operand)
+    placed = placement(axes[0], x.ndim), placement(axes[1], x.ndim)
+    config = common(layer, recipe, out_dtype, out_sharding, placed)
     state = _fp8.gemm_state(recipe, layer.fp8)
     low = lora(layer)
     keep = return_h or low is not None or layer.fp8.record is not None

@@ -23,7 +23,7 @@ LOW_RANK_SCOPES = {"none": set(), "all": {*LOW_RANK_PARTS}}
 LOW_RANK_SCOPES |= {part: {part} for part in LOW_RANK_PARTS}
 LOW_RANK_SCOPES |= {f"exclude_{p}": {*LOW_RANK_PARTS} - {p} for p in LOW_RANK_PARTS}
 # Arguments of DenseGeneral that each projection gets under another name.
-OWN_AXES = ("input_axes", "kernel_axes", "bias_axes")
+OWN_AXES = ("input_axes", "dot_input_axes", "kernel_axes", "bias_axes")
 _DIMS = ("heads", "head_dim")
 _NORM = (
     "layernorm_type",
@@ -64,8 +64,12 @@ def make_projections(
         common: arguments of all.
     """
     options = common | {"enable_low_rank_adaptation": low_rank}
-    make = functools.partial(DenseGeneral, input_axes=layer.input_axes, **options)
-    first = make
+    make = first = functools.partial(
+        DenseGeneral,
+        input_axes=layer.input_axes,
+        dot_input_axes=given["dot_input_axes"],
+        **options,
+    )
     if layer.input_layernorm:
         shared = not layer.packed and layer.attention_type == "self"
         first = functools.partial(
@@ -193,7 +197,7 @@ def project_out(layer: Any, context: Array, asked: Any) -> Array:
         axes, turned = layer.input_axes, layer.transpose_batch_sequence
         axes = _arguments.input_axes(type(layer).__name__, axes, 3, turned)
         placed = sharding.placement(axes, 3)
-        asked = placed.explicit
+        asked = placed.spec
     y = layer.out(context, out_sharding=asked)
     return sharding.Placement(auto=placed.auto)(checkpoint_name(y, "out_proj"))
 

@@ -48,8 +48,10 @@ class DenseGeneral(nnx.Module):
         kernel_axes: a logical axis, or None, for each dim of the kernel.
         bias_axes: a logical axis, or None, for each dim of the bias.
         input_axes: a logical axis, or None, for each dim of the input.
+        dot_input_axes: likewise as the product reads it, where that differs: what
+            travels is its codes.
         transpose_batch_sequence: whether inputs are ``[sequence, batch, ...]``;
-            ``input_axes`` stays in batch-first order and is turned round.
+            axes of inputs stay in batch-first order and are turned round.
         enable_low_rank_adaptation: whether ``scale * (x . lora_a) . lora_b`` is added.
         low_rank_adaptation_dim: its rank, >= 1.
         low_rank_adaptation_alpha: its scale is alpha / rank; None is a scale of 1.
@@ -100,6 +102,7 @@ class DenseGeneral(nnx.Module):
         kernel_axes: Axes | None = None,
         bias_axes: Axes | None = None,
         input_axes: Axes | None = None,
+        dot_input_axes: Axes | None = None,
         transpose_batch_sequence: bool = False,
         enable_low_rank_adaptation: bool = False,
         low_rank_adaptation_dim: int = 32,
@@ -131,6 +134,7 @@ class DenseGeneral(nnx.Module):
         self.promote_dtype = promote_dtype
         self.preferred_element_type = preferred_element_type
         self.input_axes = input_axes
+        self.dot_input_axes = dot_input_axes
         self.transpose_batch_sequence = transpose_batch_sequence
         self.recipe = recipe
         n_in, n_out = math.prod(self.in_features), math.prod(self.out_features)
@@ -179,7 +183,8 @@ class DenseGeneral(nnx.Module):
             TypeError: x is no float32, bfloat16 or float16 array (float64 with
                 ``jax_enable_x64`` goes through without a recipe).
         """
-        return _gemm.apply(self, self._contracted_last(x), out_sharding=out_sharding)[0]
+        x, axes = self._contracted_last(x)
+        return _gemm.apply(self, x, axes=axes, out_sharding=out_sharding)[0]
 
     def matrix(self, kernel: Array) -> Array:
         """The kernel as ``[*in, *out]``, behind the dims of stacked layers.
@@ -196,7 +201,9 @@ class DenseGeneral(nnx.Module):
         order = (*range(stacked), *(stacked + i for i in self.kernel_order))
         return jnp.transpose(kernel, order)
 
-    def _contracted_last(self, x: Array) -> Array:
+    def _contracted_last(
+        self, x: Array
+    ) -> tuple[Array, tuple[Axes | None, Axes | None]]:
         """Checks x and moves its contracted axes to the end."""
         where = type(self).__name__
         x = _arguments.float_array(where, x)
@@ -232,16 +239,28 @@ class DenseGeneral(nnx.Module):
                     "change in_features or the input",
                 )
             )
-        x = sharding.constrain(x, self._input_axes(x.ndim))
         rest = tuple(a for a in range(x.ndim) if a not in axis)
-        order = (*rest, *axis)
-        return x if order == tuple(range(x.ndim)) else jnp.transpose(x, order)
+        return self._placed(x, (*rest, *axis))
 
-    def _input_axes(self, ndim: int) -> Axes | None:
+    def _placed(
+        self, x: Array, order: tuple[int, ...]
+    ) -> tuple[Array, tuple[Axes | None, Axes | None]]:
+        """Places x, orders its dims, and returns its logical axes with it.
+
+        They are those that it has and those that it has where the product reads it.
+        """
+        given = self._axes("input_axes", x.ndim)
+        x = sharding.constrain(x, given)
+        if order != tuple(range(x.ndim)):
+            x = jnp.transpose(x, order)
+        read = self._axes("dot_input_axes", x.ndim) or given
+        given, read = (a and tuple(a[i] for i in order) for a in (given, read))
+        return x, (given, read)
+
+    def _axes(self, name: str, ndim: int) -> Axes | None:
         """The logical axes of x in its own order."""
-        return _arguments.input_axes(
-            type(self).__name__, self.input_axes, ndim, self.transpose_batch_sequence
-        )
+        where, flipped = type(self).__name__, self.transpose_batch_sequence
+        return _arguments.input_axes(where, getattr(self, name), ndim, flipped, name)
 
     def _init_lora(
         self, enable: bool, rank: int, alpha: float | None, init: Initializer, make: Any

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from te_flax import sharding
 from te_flax.errors import message
 from te_flax.layers import _arguments, _gemm
 from te_flax.layers._params import init_param
@@ -137,16 +136,16 @@ class Einsum(DenseGeneral):
         """
         x = _arguments.float_array(_WHERE, x)
         of_x, of_y = self._letters(x)
-        x = sharding.constrain(x, self._input_axes(x.ndim))
         rest = "".join(a for a in of_x if a not in self.equation.contracted)
-        x = _ordered(x, of_x, rest + self.equation.contracted)
+        order = tuple(of_x.index(a) for a in rest + self.equation.contracted)
+        x, axes = self._placed(x, order)
         found = rest + self.equation.new
         if out_sharding is not None:
             named = isinstance(out_sharding, NamedSharding)
             spec = tuple(out_sharding.spec if named else out_sharding)
             spec += (None,) * (len(of_y) - len(spec))
             out_sharding = PartitionSpec(*(spec[of_y.index(a)] for a in found))
-        y, _ = _gemm.apply(self, x, out_sharding=out_sharding)
+        y, _ = _gemm.apply(self, x, axes=axes, out_sharding=out_sharding)
         return _ordered(y, found, of_y)
 
     def _letters(self, x: Array) -> tuple[str, str]:

@@ -123,10 +123,10 @@ class LayerNormDenseGeneral(DenseGeneral):
             param_dtype=dense.get("param_dtype", jnp.float32),
             rngs=rngs,
         )
-        super().__init__(features, out_features, rngs=rngs, **dense)
+        dense |= {"dot_input_axes": dot_input_axes, "rngs": rngs}
+        super().__init__(features, out_features, **dense)
         self.return_layernorm_output = return_layernorm_output
         self.layernorm_input_axes = layernorm_input_axes
-        self.dot_input_axes = dot_input_axes
         if depth_scaling is not None:
             remedy = "use None for no division"
             depth_scaling = _arguments.number(
@@ -159,17 +159,13 @@ class LayerNormDenseGeneral(DenseGeneral):
             self,
             sharding.constrain(x, axes),
             norm=self.norm,
-            h_axes=self._axes("dot_input_axes", x.ndim),
+            axes=(axes, self._axes("dot_input_axes", x.ndim)),
             return_h=self.return_layernorm_output,
             out_sharding=out_sharding,
         )
         if self.depth_scaling is not None:
             y = y / jnp.asarray(self.depth_scaling, y.dtype)
         return (y, h) if self.return_layernorm_output else y
-
-    def _axes(self, name: str, ndim: int) -> Axes | None:
-        where, flipped = type(self).__name__, self.transpose_batch_sequence
-        return _arguments.input_axes(where, getattr(self, name), ndim, flipped, name)
 
 
 def refuse(

@@ -31,7 +31,7 @@ from te_flax.typing import Array, Axes, Initializer
 
 _WHERE = "LayerNormMLP"
 _DROPOUT_DIMS = "intermediate_hidden_dropout_dims"
-_OWN = ("axis", "input_axes", "kernel_axes", "bias_axes")
+_OWN = ("axis", "input_axes", "dot_input_axes", "kernel_axes", "bias_axes")
 
 # Arguments that the norm takes, and those of both maps.
 _NORM = (
@@ -252,11 +252,13 @@ class LayerNormMLP(nnx.Module):
         px, params = self._operands(x, recipes)
         dtype = px.dtype.name
         out_dtype = jnp.dtype(wo.preferred_element_type or dtype).name
-        place = [placement(self._axes(i, x.ndim), x.ndim) for i in (1, 2)]
+        x_at, h_at, mid_at = (
+            placement(self._axes(i, x.ndim), x.ndim) for i in range(3)
+        )
         config = MLPConfig(
             norm=None if norm is None else norm.config(dtype),
-            wi=_gemm.common(wi, recipes[0], dtype, operand=place[0]),
-            wo=_gemm.common(wo, recipes[1], out_dtype, out_sharding, place[1]),
+            wi=_gemm.common(wi, recipes[0], dtype, placed=(x_at, h_at)),
+            wo=_gemm.common(wo, recipes[1], out_dtype, out_sharding, (mid_at, mid_at)),
             activation=cast(ActivationConfig, self.activation),
             dropout_rate=0.0 if self.dropout is None else self.dropout.rate,
             dropout_dims=self.intermediate_hidden_dropout_dims,
@@ -313,9 +315,14 @@ class LayerNormMLP(nnx.Module):
 
     def _apart(self, x: Array, key: Array | None, out_sharding):
         """Activations that no op knows: the two GEMMs with plain JAX between them."""
-        h_axes = self._axes(1, x.ndim)
-        keep = self.return_layernorm_output
-        z, h = _gemm.apply(self.wi, x, norm=self.norm, h_axes=h_axes, return_h=keep)
+        x_axes, h_axes, mid_axes = (self._axes(i, x.ndim) for i in range(3))
+        z, h = _gemm.apply(
+            self.wi,
+            x,
+            norm=self.norm,
+            axes=(x_axes, h_axes),
+            return_h=self.return_layernorm_output,
+        )
         z = checkpoint_name(z, self.ckpt_names[0])
         slices = [z]
         if len(self.activations) > 1:
@@ -325,8 +332,9 @@ class LayerNormMLP(nnx.Module):
         if key is not None:
             drop = cast(nnx.Dropout, self.dropout)
             mid = drop(mid, deterministic=False, rngs=key)
-        mid = sharding.constrain(mid, self._axes(2, x.ndim))
-        y, _ = _gemm.apply(self.wo, mid, out_sharding=out_sharding)
+        mid = sharding.constrain(mid, mid_axes)
+        axes = mid_axes, mid_axes
+        y, _ = _gemm.apply(self.wo, mid, axes=axes, out_sharding=out_sharding)
         return checkpoint_name(y, self.ckpt_names[1]), h
 
     def _axes(self, index: int, ndim: int) -> Axes | None:

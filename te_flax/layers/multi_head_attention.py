@@ -147,7 +147,7 @@ class MultiHeadAttention(KVCache):
         kv_bias_axes: likewise.
         out_bias_axes: likewise for the dim of ``out.bias``.
         input_axes: a logical axis, or None, for each dim of inputs and result.
-        dot_input_axes: likewise for norm(inputs_q): what travels is its codes.
+        dot_input_axes: likewise for what the first maps read: codes travel.
         attention_axes: likewise for (batch, sequence, heads, head_dim) of queries and
             of the result of attention.
         transpose_batch_sequence: whether inputs are ``[sequence, *batch, features]``;

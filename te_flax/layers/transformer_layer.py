@@ -297,7 +297,7 @@ class TransformerLayer(nnx.Module):
                     **limits,
                 )
             x = self._add(x, found, deterministic)
-        last = asked.explicit if out_sharding is None else out_sharding
+        last = asked.spec if out_sharding is None else out_sharding
         found = self.mlp(x, deterministic=deterministic, out_sharding=last)
         x = self._add(x, found, deterministic, own=out_sharding is None)
         return x if self.output_norm is None else self.output_norm(x)

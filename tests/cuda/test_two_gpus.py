@@ -122,6 +122,10 @@ def test_fsdp_gathers_codes():
     transformer.check_fsdp_gathers_codes(E, N)
 
 
-@both
-def test_sp_scatters_sums_and_gathers_codes(axis_type):
-    transformer.check_sp_scatters_sums_and_gathers_codes(axis_type, N)
+@pytest.mark.parametrize(
+    ("axis_type", "recipe"),
+    [(A, "delayed_scaling"), (E, "delayed_scaling"), (A, "mxfp8"), (E, None)],
+)
+def test_sp_scatters_sums_and_gathers_codes(axis_type, recipe):
+    products = "values"  # as MXFP8 has them on Hopper
+    transformer.check_sp_scatters_sums_and_gathers_codes(axis_type, recipe, products, N)

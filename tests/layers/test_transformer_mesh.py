@@ -2,12 +2,12 @@
 
 import functools
 import re
-from collections import Counter
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from _collectives import collectives
 from _dense import RECIPES, data, grid
 from _fused import FAST
 from flax import nnx
@@ -16,9 +16,12 @@ from jax.sharding import PartitionSpec as P
 
 import te_flax as te
 from examples.encoder.model import AXES
+from te_flax.ops.products import mxfp8_products
 from te_flax.testing.numerics import product_mode, product_noise
 
-B, S, H, MID, HEADS = 8, 32, 64, 128, 8  # no kernel is a batch of activations
+# Shards hold whole blocks of 32, along tokens and along features, and no kernel is a
+# batch of activations.
+B, S, H, MID, HEADS = 8, 64, 128, 256, 4
 PRESETS = {
     "dp": (("dp",), {"dp": "dp"}, P("dp")),
     "fsdp": (("fsdp",), {"fsdp": "fsdp"}, P("fsdp")),
@@ -32,8 +35,8 @@ PRESETS = {
 # Eight products follow each other; the longest of their sums has B S terms, and a sum
 # in another order is off by at most 2^-24 of its absolute terms for each.
 ORDER = 8 * B * S * 2.0**-24
-# Of eight products in both runs, forward of at most 128 terms and backward split.
-NOISE = 16**0.5 * product_noise(128, "split")
+# Of eight products in both runs, forward of at most 256 terms and backward split.
+NOISE = 16**0.5 * product_noise(256, "split")
 
 
 def make():
@@ -107,26 +110,18 @@ def on_mesh(preset, axis_type, recipe, devices=8):
         return train(recipe, place)
 
 
-def collectives(text):
-    """How often each kind has a result of each shape, ``("all-reduce", "f32[2]")``."""
-    kinds = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
-    found = Counter()
-    alone = r".*replica_groups=\{(\{\d+\},?)+\}.*"  # over a mesh axis of size 1
-    text = re.sub(alone, "", text)
-    for results, kind, start in re.findall(rf" = (.*?) ({kinds})(-start)?\(", text):
-        shapes = re.findall(r"\w+\[[\d,]+\]|f32\[\]", results)
-        if start and kind != "all-reduce":  # operands stand in front of results
-            shapes = shapes[len(shapes) // 2 :]
-        found.update((kind, shape) for shape in shapes)
-    return found
-
-
 CI = {
     ("tp, sp", AxisType.Auto, "delayed_scaling"),
     ("fsdp", AxisType.Explicit, "delayed_scaling"),
 }
+
+
+def marks(*case):
+    return () if case in CI else pytest.mark.slow
+
+
 CASES = [
-    pytest.param(*case, marks=() if case in CI else pytest.mark.slow)
+    pytest.param(*case, marks=marks(*case))
     for preset in PRESETS
     for axis_type in (AxisType.Auto, AxisType.Explicit)
     for recipe in (None, "delayed_scaling", "mxfp8")
@@ -208,24 +203,48 @@ def check_fsdp_gathers_codes(axis_type, devices=8):
     assert {kind for kind, _ in found} == {"all-gather", "all-reduce", "reduce-scatter"}
 
 
+# Gathered under sequence parallelism: x of two products and dy of two others. Per
+# tensor the codes of dy serve both gradients; in blocks each copy has its own codes.
+# Without codes XLA keeps what it has gathered of x.
+SP_GATHERS = {
+    None: {"f32[{b},{s},{h}]": 4},
+    "delayed_scaling": {"u8[{b},{s},{h}]": 4, "u8[{h},{b},{s}]": 2},
+    "mxfp8": {
+        "u8[{b},{s},{h}]": 8,
+        "u8[{b},{s},{h_blocks}]": 4,
+        "u8[{b},{s_blocks},{h}]": 4,
+    },
+}
+SP_CASES = [
+    (axis_type, recipe, products)
+    for axis_type in (AxisType.Auto, AxisType.Explicit)
+    for recipe in SP_GATHERS
+    for products in ("codes", "values")[: 1 + (recipe == "mxfp8")]
+]
+
+
 @pytest.mark.parametrize(
-    "axis_type",
-    [AxisType.Auto, pytest.param(AxisType.Explicit, marks=pytest.mark.slow)],
+    ("axis_type", "recipe", "products"),
+    [pytest.param(*case, marks=marks("tp, sp", *case[:2])) for case in SP_CASES],
 )
-def test_sp_scatters_sums_and_gathers_codes(axis_type):
-    check_sp_scatters_sums_and_gathers_codes(axis_type)
+def test_sp_scatters_sums_and_gathers_codes(axis_type, recipe, products):
+    check_sp_scatters_sums_and_gathers_codes(axis_type, recipe, products)
 
 
-def check_sp_scatters_sums_and_gathers_codes(axis_type, devices=8):
-    """Forward 2 and backward 2 sums; in front of two products codes are gathered.
-
-    On an Auto mesh XLA leaves the sequence cut in both backward products of the MLP,
-    so that its first one gathers the kernel and has no sum to scatter.
-    """
-    program = on_mesh("tp, sp", axis_type, "delayed_scaling", devices)[2]
-    found, whole = collectives(program), activation(devices)
-    sums = 3 if axis_type == AxisType.Auto else 4
-    assert found["reduce-scatter", activation(devices, 2)] == sums
-    codes = [found["all-gather", kind + whole[3:]] for kind in ("f16", "f8e4m3fn")]
-    assert sum(codes) == 2
-    assert found["all-reduce", whole] == 0
+def check_sp_scatters_sums_and_gathers_codes(axis_type, recipe, products, devices=8):
+    """Forward 2 and backward 2 sums; no kernel moves, and nothing changes its split."""
+    with mxfp8_products(products):
+        train = on_mesh if products == "codes" else on_mesh.__wrapped__
+        text = train("tp, sp", axis_type, recipe, devices)[2]
+    moved = {k: n for k, n in collectives(text).items() if k[0] != "all-reduce"}
+    assert moved.pop(("reduce-scatter", activation(devices, 2))) == 4
+    gathers = {shape: n for (kind, shape), n in moved.items() if kind == "all-gather"}
+    assert len(gathers) == len(moved), moved
+    b = B // (devices // 2)
+    if recipe == "mxfp8":  # of qkv, which has its heads behind three parts
+        for n in (str(H), f"{b},{S}"):
+            for dims in (f"[{n},3,{HEADS}]", f"[{n},{3 * HEADS}]"):
+                gathers.pop(f"u8{dims}", None)
+    sizes = {"b": b, "s": S, "h": H, "h_blocks": H // 32, "s_blocks": S // 32}
+    want = {shape.format(**sizes): n for shape, n in SP_GATHERS[recipe].items()}
+    assert gathers == want
