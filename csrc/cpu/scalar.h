@@ -80,13 +80,14 @@ inline uint8_t Encode(uint32_t bits) {
   return a > kInf ? kNanCode : code;
 }
 
-// Saturating FP6 code of any float32; NaN gives a zero of its sign.
+// Saturating FP6 code of any float32; NaN gives 0.
 template <Format format>
 inline uint8_t EncodeFp6(uint32_t bits) {
   using F = FormatFacts<format>;
   const uint32_t a = bits & kAbs;
-  const uint32_t held = a > kInf ? 0 : a < F::kMaxBits ? a : F::kMaxBits;
-  return EncodeMagnitude<format>(held) | (static_cast<uint8_t>(bits >> 26) & 0x20);
+  const uint8_t sign = static_cast<uint8_t>(bits >> 26) & 0x20;
+  const uint8_t code = EncodeMagnitude<format>(a < F::kMaxBits ? a : F::kMaxBits) | sign;
+  return a > kInf ? 0 : code;
 }
 
 // float32 bits of a finite code without its sign.
