@@ -348,7 +348,7 @@ def _like(saved: ScaledTensor, other: ScaledTensor, config: DenseConfig):
     """Saved codes as the values that the other operand of their product holds."""
     if saved.scaling == "none" or not other.holds_values:
         return saved
-    return _gather.decoded(saved, other.data.dtype, config.impl)
+    return saved.values(other.data.dtype, impl=config.impl)
 
 
 def _named(config: DenseConfig, x: ScaledTensor | None) -> ScaledTensor:

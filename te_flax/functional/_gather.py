@@ -187,10 +187,4 @@ def values_of(
     copy = "row" if x.rowwise else "col"
     if x.scaling == "none" or copy not in getattr(quantizer, "values", ()):
         return x
-    return decoded(x, jnp.bfloat16, impl)
-
-
-def decoded(x: ScaledTensor, dtype: Any, impl: tuple | None = None) -> ScaledTensor:
-    """The values of codes as a copy."""
-    values = x.dequantize(dtype, impl=impl)
-    return dataclasses.replace(x, data=values, scale=None, scaling="none")
+    return x.values(impl=impl)
