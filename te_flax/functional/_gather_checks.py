@@ -126,10 +126,20 @@ def _counts(axis: str, size: int, shard: int, group: int, given) -> tuple[int, .
     return found
 
 
-def shard_rows(x: Any, cuts: int) -> int:
-    """The number of rows on a device where all rows are cut so many ways."""
+def shard_rows(x: Any, cuts: int, size: int, counts: Any) -> int:
+    """Returns the number of rows on a device; refuses what is not cut evenly.
+
+    Args:
+        x: all rows.
+        cuts: in how many parts they are.
+        size: how many of them are along the axis.
+        counts: of valid rows, as the user gave them.
+    """
     if x.shape[0] % cuts:
         rule = f"have rows that {cuts} devices divide"
         remedy = "pad the shards to one length and pass rows="
         raise refuse("x", rule, f"shape {x.shape}", remedy)
+    if counts is not None and cuts > size:
+        rule = "be None where other mesh axes cut the rows too"
+        raise refuse("rows", rule, counts, "call it inside jax.shard_map over them")
     return x.shape[0] // cuts

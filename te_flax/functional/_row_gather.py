@@ -1,4 +1,4 @@
-"""Rows gathered over a manual mesh axis, and their cotangents brought back."""
+"""Rows gathered over a mesh axis, and their cotangents brought back."""
 
 import dataclasses
 
@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from te_flax.functional._row_mesh import Outside
 from te_flax.typing import Array
 
 _BITS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
@@ -22,6 +23,7 @@ class RowGather:
         shard: rows of a device's array, padding included.
         rows: how many of them count, for each device of the axis; the same sum in every
             group. None: all.
+        outside: where the axis is not manual: arrays are whole, in their order.
     """
 
     axis: str
@@ -29,6 +31,7 @@ class RowGather:
     group: int
     shard: int
     rows: tuple[int, ...] | None = None
+    outside: Outside | None = None
 
     @property
     def gathered(self) -> int:
@@ -49,28 +52,23 @@ class RowGather:
         """``[shard, ..]`` on every device -> ``[gathered, ..]``, bit by bit."""
         # As integers: XLA's CPU backend sends bfloat16 as float32, which loses NaN
         # payloads, and FP8 as float16.
-        kind = _BITS[a.dtype.itemsize]
-        bits = lax.bitcast_convert_type(a, kind)
-        if self.group > 1:
-            bits = lax.all_gather(
-                bits, self.axis, axis_index_groups=self.groups, tiled=True
-            )
-        if self.rows is not None:
-            bits = jnp.take(bits, self._own(self._places()), axis=0, mode="clip")
-        return lax.bitcast_convert_type(bits, a.dtype)
+        bits = lax.bitcast_convert_type(a, _BITS[a.dtype.itemsize])
+        if self.outside is not None:
+            bits = self.outside.gather(bits)
+        elif self.group > 1:
+            groups = self.groups
+            bits = lax.all_gather(bits, self.axis, axis_index_groups=groups, tiled=True)
+        return lax.bitcast_convert_type(self._packed(bits), a.dtype)
 
-    def spread(self, a: Array) -> Array:
-        """``[gathered, ..]`` -> ``[group * shard, ..]`` with zeros for padding."""
-        if self.rows is None:
-            return a
-        places = self._places()
-        back = np.full((len(places), self.group * self.shard), self.gathered, np.int32)
-        np.put_along_axis(back, places, np.arange(self.gathered, dtype=np.int32), 1)
-        return jnp.take(a, self._own(back), axis=0, mode="fill", fill_value=0)
+    def whole(self, a: Array) -> Array:
+        """Computed of gathered rows: on an Auto mesh XLA might leave it cut."""
+        return a if self.outside is None else self.outside.gather(a)
 
     def own(self, a: Array) -> Array:
-        """``[gathered, ..]`` -> this device's ``[shard, ..]``."""
-        a = self.spread(a)
+        """``[gathered, ..]`` -> this device's ``[shard, ..]``, zeros for padding."""
+        a = self._spread(a)
+        if self.outside is not None:
+            return self.outside.scatter(a)
         if self.group == 1:
             return a
         at = lax.axis_index(self.axis) % self.group * self.shard
@@ -78,34 +76,55 @@ class RowGather:
 
     def scatter(self, a: Array) -> Array:
         """Sums ``[gathered, ..]`` of all devices of a group: ``[shard, ..]`` of it."""
-        a = self.spread(a)
-        if self.group == 1:
-            return a
-        return lax.psum_scatter(a, self.axis, axis_index_groups=self.groups, tiled=True)
+        if self.outside is not None or self.group == 1:
+            return self.own(a)
+        groups = self.groups
+        return lax.psum_scatter(
+            self._spread(a), self.axis, axis_index_groups=groups, tiled=True
+        )
 
-    def counts(self, whole: bool) -> Array | None:
-        """Which rows count: of this device's, or of all along the axis; None for all.
-
-        Args:
-            whole: whether the caller has the shards of all devices, in order.
-        """
+    def valid(self) -> Array | None:
+        """Which of the rows before the gather count; None for all."""
         if self.rows is None:
             return None
         valid = np.arange(self.shard) < np.asarray(self.rows)[:, None]
-        if whole:
+        if self.outside is not None:
             return jnp.asarray(valid.reshape(-1))
         if self.size == 1:
             return jnp.asarray(valid[0])
         return jnp.asarray(valid)[lax.axis_index(self.axis)]
 
-    def _places(self) -> np.ndarray:
-        """Where the rows of each group are among its shards: ``[groups, gathered]``."""
-        valid = np.arange(self.shard) < np.asarray(self.rows)[:, None]
-        by_group = valid.reshape(-1, self.group * self.shard)
-        return np.stack([np.flatnonzero(v) for v in by_group]).astype(np.int32)
+    def _packed(self, a: Array) -> Array:
+        """``[group * shard, ..]`` without padding: each shard overwrites the last's."""
+        if self.rows is None:
+            return a
+        starts, _ = self._places()
+        room = [(0, self.gathered, 0), *[(0, 0, 0)] * (a.ndim - 1)]
+        packed = lax.pad(a[: self.shard], jnp.zeros((), a.dtype), room)
+        for i in range(1, self.group):
+            shard = lax.slice_in_dim(a, i * self.shard, (i + 1) * self.shard)
+            packed = lax.dynamic_update_slice_in_dim(packed, shard, starts[i], 0)
+        return packed[: self.gathered]
 
-    def _own(self, table: np.ndarray) -> Array:
-        """The row of this device's group in a table with a row for each group."""
-        if len(table) == 1:
-            return jnp.asarray(table[0])
-        return jnp.asarray(table)[lax.axis_index(self.axis) // self.group]
+    def _spread(self, a: Array) -> Array:
+        """``[gathered, ..]`` -> ``[group * shard, ..]``, zeros for padding."""
+        if self.rows is None:
+            return a
+        starts, counts = self._places()
+        room = [(0, self.shard, 0), *[(0, 0, 0)] * (a.ndim - 1)]
+        a = lax.pad(a, jnp.zeros((), a.dtype), room)
+        at = jnp.arange(self.shard).reshape(-1, *[1] * (a.ndim - 1))
+        shards = [
+            jnp.where(at < n, lax.dynamic_slice_in_dim(a, start, self.shard), 0)
+            for start, n in zip(starts, counts, strict=True)
+        ]
+        return jnp.concatenate(shards)
+
+    def _places(self) -> tuple[list, list]:
+        """Where the rows of each shard of this group start, and how many they are."""
+        counts = np.asarray(self.rows, np.int32).reshape(-1, self.group)
+        starts = np.cumsum(counts, axis=1, dtype=np.int32) - counts
+        if self.group == self.size:
+            return starts[0].tolist(), counts[0].tolist()
+        at = lax.axis_index(self.axis) // self.group
+        return list(jnp.asarray(starts)[at]), list(jnp.asarray(counts)[at])

@@ -15,6 +15,7 @@ from te_flax.functional._row_gather import RowGather
 from te_flax.functional.config import IDENTITY, DenseConfig, GemmState, NormConfig
 from te_flax.ops._gather_order import ORDERS, Order
 from te_flax.ops._op import cotangent_like
+from te_flax.ops._plan import to_spec
 from te_flax.quantize.fused import Produced
 from te_flax.quantize.mxfp8 import MXFP8Quantizer
 from te_flax.quantize.quantizer import Quantizer
@@ -52,7 +53,6 @@ class _Config:
     quantizer: Quantizer
     outputs: tuple[str, ...]
     order: Order
-    outside: _row_mesh.Outside | None
 
     @property
     def gemm(self) -> DenseConfig:
@@ -127,22 +127,26 @@ def allgather_rms_norm(
     x, gamma = jnp.asarray(x), jnp.asarray(gamma)
     wanted = _gather_checks.outputs(x.shape[-1], quantize, outputs, QUANTIZERS)
     norm = _gather_checks.norm(epsilon, weight_offset)
-    mesh, manual = _row_mesh.find(_gather_checks.WHERE, x, axis)
-    size, shard, outside = mesh.shape[axis], x.shape[0], None
-    if not manual:
-        whole = group_size in (None, size)
-        outside = _row_mesh.outside(_gather_checks.WHERE, x, mesh, axis, whole)
-        shard = _gather_checks.shard_rows(x, outside.cuts)
+    where = _gather_checks.WHERE
+    mesh, in_context = _row_mesh.find(where, x, axis)
+    size, shard = mesh.shape[axis], x.shape[0]
+    outside = _row_mesh.outside(where, x, mesh, axis, in_context)
+    if outside is not None:
+        shard = _gather_checks.shard_rows(x, outside.cuts, size, rows)
+    shared = _gather_checks.rows(axis, size, shard, group_size, rows)
     config = _Config(
-        rows=_gather_checks.rows(axis, size, shard, group_size, rows),
+        rows=dataclasses.replace(shared, outside=outside),
         norm=norm,
         offset=float(weight_offset),
         quantizer=IDENTITY if quantize is None else QUANTIZERS[quantize],
         outputs=wanted,
         order=ORDERS[wanted],
-        outside=outside,
     )
-    made = _gathered(config, x, gamma)
+    if outside is not None and shared.groups is not None:
+        config = dataclasses.replace(config, rows=shared)
+        made = _in_groups(config, outside, x, gamma)
+    else:
+        made = _gathered(config, x, gamma)
     count = jax.tree.leaves(made)[0].shape[0]
     return made._replace(quantized=_of_shape(made.quantized, (count, *x.shape[1:])))
 
@@ -153,36 +157,49 @@ def _gathered(config: _Config, x: Array, gamma: Array) -> GatheredNorm:
 
 
 def _forward(config: _Config, x: Array, gamma: Array):
-    """The results, and 1 / sqrt(..) of the device's own rows where there is a norm."""
-    fn = functools.partial(_on_device, config)
-    if config.outside is None:
-        return fn(x, gamma)
-    rows, gathered = config.outside.rows, config.outside.gathered
-    out = gathered, P(*rows[:-1])
-    return config.outside.run(fn, (x, gamma), (rows, P(None)), out)
+    """The results, and 1 / sqrt(..) of the rows before the gather, if there is one."""
+    asked = config.outputs
+    residual = None
+    if "residual" in asked or not config.order.first:
+        residual = config.rows.gather(x)
+    normed = copy = rstd = None
+    if config.order.first:
+        normed, copy, rstd = _in_front(config, x, gamma)
+    elif config.order.then:
+        normed, copy, rstd = _behind(config, _core.array(residual), gamma)
+    found = GatheredNorm(normed, copy, residual)
+    kept = {name: getattr(found, name) for name in asked}
+    return GatheredNorm(**kept), rstd
 
 
-def _on_device(config: _Config, x: Array, gamma: Array):
-    rows, order = config.rows, config.order
-    quantized = "quantized" in config.outputs
-    if order.first:
-        made = _normalize(config, x, gamma, "quantized" in order.first, True)
-        (rstd,) = made.extras
-        if order.first == "norm":
-            normed = rows.gather(_core.array(made.h))
-            copy = _quantize(config, normed) if quantized else None
-            return GatheredNorm(normed, copy, None), rstd
-        copy = jax.tree.map(rows.gather, made.quantized.rowwise)
-        return GatheredNorm(None, copy, None), rstd
-    whole = rows.gather(x)
-    if not order.then:
-        return GatheredNorm(None, None, whole), None
-    made = _normalize(config, whole, gamma, quantized, "normed" in config.outputs)
+def _in_front(config: _Config, x: Array, gamma: Array):
+    """Own rows normalised; what is asked for of them gathered."""
+    gather, quantized = config.rows.gather, config.order.first == "quantized norm"
+    h = not quantized or "normed" in config.outputs
+    made = _normalize(config, x, gamma, quantized=quantized, h=h)
+    normed = gather(_core.array(made.h)) if h else None
+    copy = None
+    if quantized:
+        copy = jax.tree.map(gather, made.quantized.rowwise)
+    elif config.order.then == "quantize":
+        copies = config.quantizer(
+            normed, k_ndim=1, rowwise=True, colwise=False, impl=config.norm.impl
+        )
+        copy = jax.tree.map(config.rows.whole, copies.rowwise)
+    return normed, copy, made.extras[0]
+
+
+def _behind(config: _Config, x: Array, gamma: Array):
+    """Gathered rows normalised."""
+    quantized, h = config.order.then == "quantized norm", "normed" in config.outputs
+    made = _normalize(config, x, gamma, quantized=quantized, h=h)
     copy = made.quantized.rowwise if quantized else None
-    return GatheredNorm(made.h, copy, whole), rows.own(made.extras[0])
+    found = jax.tree.map(config.rows.whole, (made.h, copy, made.extras[0]))
+    normed, copy, rstd = found
+    return normed, copy, config.rows.own(rstd)
 
 
-def _normalize(config: _Config, x: Array, gamma: Array, quantized, h) -> Produced:
+def _normalize(config: _Config, x: Array, gamma: Array, *, quantized, h) -> Produced:
     gemm = config.gemm if quantized else dataclasses.replace(config.gemm, x=IDENTITY)
     scale, state = _scale(config, gamma), GemmState()
     return _core.normalize(
@@ -217,7 +234,7 @@ def _backward_rule(config, res, cotangents):
     dresidual = _brought_back(config, cotangents.residual)
     dx = dgamma = None
     if dnormed is not None:
-        valid = config.rows.counts(whole=config.outside is not None)
+        valid = config.rows.valid()
         if valid is not None:  # padding may hold NaN
             dims = (valid.shape[0], *[1] * (x.ndim - 1))
             x = jnp.where(valid.reshape(dims), x, jnp.ones((), x.dtype))
@@ -241,17 +258,20 @@ def _zeros(types: tuple, i: int) -> Any:
 
 
 def _brought_back(config: _Config, ct: Any) -> Array | None:
-    """The cotangent of own rows, summed over the group; None if it is zero."""
+    """The cotangent of the rows before the gather; None where it is zero."""
     if ct is None or isinstance(ct, SymbolicZero):
         return None
-    rows, outside = config.rows, config.outside
-    if outside is None:
-        return rows.scatter(ct)
-    fn = rows.scatter
-    if rows.group == rows.size:  # one array for all devices: nothing to sum
-        ct, fn = rows.spread(ct), lambda a: a
-    in_spec = outside.rows
-    return outside.run(fn, (ct,), (in_spec,), outside.rows)
+    return config.rows.scatter(ct)
+
+
+def _in_groups(config: _Config, outside: _row_mesh.Outside, x: Array, gamma: Array):
+    """Groups are no sharding that JAX knows: each device's rows lie one behind another.
+
+    The features are whole on each device.
+    """
+    spec = to_spec((*outside.cut[:-1], ()))
+    fn = functools.partial(_gathered, config)
+    return outside.on_devices(fn, (x, gamma), (spec, P(None)), spec)
 
 
 def _of_shape(q: ScaledTensor | None, shape: tuple[int, ...]) -> ScaledTensor | None:
