@@ -22,6 +22,15 @@ class Order(NamedTuple):
         """The steps, in order."""
         return ", ".join(filter(None, (self.first, "gather", self.then)))
 
+    def makes(self, outputs: tuple[str, ...]) -> bool:
+        """Whether the steps give these outputs, and compute nothing else."""
+        steps = (self.first, self.then)
+        quantized = "quantized norm" in steps or "quantize" in steps
+        normed = quantized or "norm" in steps
+        return quantized == ("quantized" in outputs) and normed == (
+            outputs != ("residual",)
+        )
+
 
 # By the outputs asked for. All orders give the same bits: each step is row by row.
 _ALONE = Order("", "", "nothing else is asked for")
