@@ -50,15 +50,22 @@ class RowGather:
 
     def gather(self, a: Array) -> Array:
         """``[shard, ..]`` on every device -> ``[gathered, ..]``, bit by bit."""
-        # As integers: XLA's CPU backend sends bfloat16 as float32, which loses NaN
-        # payloads, and FP8 as float16.
+        # XLA's CPU backend sends bfloat16 as float32, which loses NaN payloads, and FP8
+        # as float16. XLA's GPU backend sends all as they are, but would copy bits.
+        a = lax.platform_dependent(a, cpu=self._gather_bits, default=self._gather)
+        return self._packed(a)
+
+    def _gather_bits(self, a: Array) -> Array:
         bits = lax.bitcast_convert_type(a, _BITS[a.dtype.itemsize])
+        return lax.bitcast_convert_type(self._gather(bits), a.dtype)
+
+    def _gather(self, a: Array) -> Array:
         if self.outside is not None:
-            bits = self.outside.gather(bits)
-        elif self.group > 1:
-            groups = self.groups
-            bits = lax.all_gather(bits, self.axis, axis_index_groups=groups, tiled=True)
-        return lax.bitcast_convert_type(self._packed(bits), a.dtype)
+            return self.outside.gather(a)
+        if self.group == 1 or a.size == 0:  # XLA refuses to gather no rows
+            return jnp.concatenate([a] * self.group)
+        groups = self.groups
+        return lax.all_gather(a, self.axis, axis_index_groups=groups, tiled=True)
 
     def whole(self, a: Array) -> Array:
         """Computed of gathered rows: on an Auto mesh XLA might leave it cut."""
@@ -76,7 +83,7 @@ class RowGather:
 
     def scatter(self, a: Array) -> Array:
         """Sums ``[gathered, ..]`` of all devices of a group: ``[shard, ..]`` of it."""
-        if self.outside is not None or self.group == 1:
+        if self.outside is not None or self.group == 1 or a.size == 0:
             return self.own(a)
         groups = self.groups
         return lax.psum_scatter(

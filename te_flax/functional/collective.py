@@ -152,7 +152,7 @@ def allgather_rms_norm(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _gathered(config: _Config, x: Array, gamma: Array) -> GatheredNorm:
+def _rms_norm(config: _Config, x: Array, gamma: Array) -> GatheredNorm:
     return _forward(config, x, gamma)[0]
 
 
@@ -249,7 +249,9 @@ def _backward_rule(config, res, cotangents):
     return zeros(0) if dx is None else dx, zeros(1) if dgamma is None else dgamma
 
 
-_gathered.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
+_rms_norm.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
+# An eager jax.shard_map knows no custom_vjp with symbolic zeros.
+_gathered = jax.jit(_rms_norm, static_argnums=0)
 
 
 def _zeros(types: tuple, i: int) -> Any:

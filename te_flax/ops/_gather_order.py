@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+TITLE = "allgather_rms_norm, by the outputs asked for"
 OUTPUTS = ("normed", "quantized", "residual")
 
 
@@ -37,7 +38,7 @@ _ALONE = Order("", "", "nothing else is asked for")
 _NORM = Order("norm", "", "each row is normalised once and travels once")
 _CODES = Order("quantized norm", "", "codes travel, half the bytes or fewer")
 _BOTH = Order("norm", "quantize", "one array travels, codes are made of it")
-_ROWS = Order("", "norm", "the residual travels anyway, nothing else has to")
+_ROWS = Order("", "norm", "the residual travels anyway, then nothing else must")
 _FUSED = Order("", "quantized norm", _ROWS.why)
 ORDERS: dict[tuple[str, ...], Order] = {
     ("normed",): _NORM,
