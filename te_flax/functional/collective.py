@@ -245,18 +245,12 @@ def _backward_rule(config, res, cotangents):
     if dresidual is not None:
         dresidual = cotangent_like(dresidual, types[0])
         dx = dresidual if dx is None else dx + dresidual
-    zeros = functools.partial(_zeros, types)
-    return zeros(0) if dx is None else dx, zeros(1) if dgamma is None else dgamma
+    return dx, dgamma  # None: zeros
 
 
 _rms_norm.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
 # An eager jax.shard_map knows no custom_vjp with symbolic zeros.
 _gathered = jax.jit(_rms_norm, static_argnums=0)
-
-
-def _zeros(types: tuple, i: int) -> Any:
-    aval = types[i]
-    return cotangent_like(jnp.zeros(aval.shape, aval.dtype), aval)
 
 
 def _brought_back(config: _Config, ct: Any) -> Array | None:

@@ -75,6 +75,10 @@ def compiled(f, *arrays):
     return jax.jit(f).lower(*arrays).compile(FAST)
 
 
+def run(f, *arrays):
+    return compiled(f, *arrays)(*arrays)
+
+
 def bits(a):
     a = np.asarray(a)
     return a.view(WIDTH[a.dtype.itemsize])

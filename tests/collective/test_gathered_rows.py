@@ -21,6 +21,7 @@ from _rows import (
     one_device,
     operands,
     place,
+    run,
     same,
     wire,
 )
@@ -59,7 +60,7 @@ def test_dtypes_and_ranks(dtype, between):
     x, gamma = operands(dtype, between=between)
     mesh, outputs = line(), ("normed", "quantized", "residual")
     f = inside(call(outputs), mesh, vma=False, results=P())
-    made = jax.jit(f)(*place(mesh, x, gamma))
+    made = run(f, *place(mesh, x, gamma))
     same(made, one_device(x, gamma, outputs))
     assert made.quantized.scale.shape == (*x.shape[:-1], FEATURES // 32)
     assert made.quantized.data.dtype == jnp.float8_e4m3fn
@@ -78,11 +79,11 @@ def test_nan_payloads_travel(dtype):
     def plain(x, _):
         return lax.all_gather(x, "tp", tiled=True)
 
-    made = jax.jit(inside(call(("residual",)), mesh, False, P()))(x, gamma).residual
+    made = run(inside(call(("residual",)), mesh, False, P()), x, gamma).residual
     np.testing.assert_array_equal(bits(made), raw)
-    by_bits = jax.jit(inside(plain, mesh, False, P()))(x.view(unsigned), gamma)
+    by_bits = run(inside(plain, mesh, False, P()), x.view(unsigned), gamma)
     np.testing.assert_array_equal(bits(made), by_bits)
-    theirs = bits(jax.jit(inside(plain, mesh, False, P()))(x, gamma))
+    theirs = bits(run(inside(plain, mesh, False, P()), x, gamma))
     kept = raw & 0x7FFF <= 0x7F80 if dtype == jnp.bfloat16 else slice(None)
     np.testing.assert_array_equal(bits(made)[kept], theirs[kept])
 
@@ -92,7 +93,7 @@ def test_weight_offset_is_added_in_float32(offset):
     x, gamma = operands()
     mesh, outputs = line(), ("normed", "quantized")
     f = inside(call(outputs, weight_offset=offset), mesh, False, P())
-    made = jax.jit(f)(*place(mesh, x, gamma))
+    made = run(f, *place(mesh, x, gamma))
     same(made, one_device(x, gamma, outputs, offset=float(offset)))
 
 
@@ -101,7 +102,7 @@ def test_epsilon():
     config = te.NormConfig(kind="rmsnorm", epsilon=0.5)
     mesh = line()
     f = inside(call(("normed",), epsilon=0.5), mesh, False, P())
-    same(jax.jit(f)(*place(mesh, x, gamma)).normed, te.norm(x, gamma, config=config))
+    same(run(f, *place(mesh, x, gamma)).normed, te.norm(x, gamma, config=config))
 
 
 def test_outputs_are_all_by_default():
@@ -125,7 +126,7 @@ def test_kernel_rules_and_eager_calls():
     x, gamma = operands()
     mesh, outputs = line(), ("normed", "quantized", "residual")
     f = inside(call(outputs), mesh, results=P("tp"))
-    want = jax.jit(f)(*place(mesh, x, gamma))
+    want = run(f, *place(mesh, x, gamma))
     same(f(*place(mesh, x, gamma)), want)
     with te.kernels("norm=reference"):
         program = jax.jit(f).lower(*place(mesh, x, gamma))
@@ -137,9 +138,9 @@ def test_no_rows():
     x, gamma = operands(rows=0)
     mesh, outputs = line(), ("normed", "quantized", "residual")
     f = inside(call(outputs), mesh)
-    made = jax.jit(f)(*place(mesh, x, gamma))
+    made = run(f, *place(mesh, x, gamma))
     assert {a.shape[0] for a in jax.tree.leaves(made)} == {0}
-    dx, dgamma = jax.jit(gradients(f, x, x))(*place(mesh, x, gamma))
+    dx, dgamma = run(gradients(f, x, x), *place(mesh, x, gamma))
     assert dx.shape == x.shape
     assert not dgamma.any()
 
@@ -148,7 +149,7 @@ def test_vmap():
     x, gamma = operands()
     mesh, outputs = line(), ("quantized", "residual")
     f = inside(call(outputs), mesh, False, P())
-    made = jax.jit(jax.vmap(f, (1, None), 1))(*place(mesh, x, gamma))
+    made = run(jax.vmap(f, (1, None), 1), *place(mesh, x, gamma))
     same(made, one_device(x, gamma, outputs))
 
 
