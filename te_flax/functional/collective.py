@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from te_flax.functional import _core, _gather_checks, _row_mesh
 from te_flax.functional._row_gather import RowGather
 from te_flax.functional.config import IDENTITY, DenseConfig, GemmState, NormConfig
+from te_flax.ops import _bits
 from te_flax.ops._gather_order import ORDERS, Order
 from te_flax.ops._op import cotangent_like
 from te_flax.ops._plan import to_spec
@@ -137,7 +138,7 @@ def allgather_rms_norm(
     config = _Config(
         rows=dataclasses.replace(shared, outside=outside),
         norm=norm,
-        offset=float(weight_offset),
+        offset=float(weight_offset) if abs(weight_offset) >= 2.0**-126 else 0.0,
         quantizer=IDENTITY if quantize is None else QUANTIZERS[quantize],
         outputs=wanted,
         order=ORDERS[wanted],
@@ -217,7 +218,8 @@ def _scale(config: _Config, gamma: Array) -> Array:
     """Adds weight_offset, but for the 1 that the kernels add themselves."""
     if config.offset in (0.0, 1.0):
         return gamma
-    return gamma.astype(jnp.float32) + jnp.float32(config.offset)
+    wide = _bits.as_float(_bits.flush(_bits.widen(gamma)))
+    return wide + jnp.float32(config.offset)
 
 
 def _forward_rule(config, x, gamma):
