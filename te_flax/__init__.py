@@ -51,6 +51,7 @@ from te_flax.ops._choice import kernels as kernels
 from te_flax.ops._report import kernel_report as kernel_report
 from te_flax.quantize.block import BlockQuantizer as BlockQuantizer
 from te_flax.quantize.gemm import gemm as gemm
+from te_flax.quantize.mxfp6 import MXFP6Quantizer as MXFP6Quantizer
 from te_flax.quantize.mxfp8 import MXFP8Quantizer as MXFP8Quantizer
 from te_flax.quantize.nvfp4 import NVFP4Quantizer as NVFP4Quantizer
 from te_flax.quantize.per_tensor import TensorQuantizer as TensorQuantizer
@@ -70,6 +71,7 @@ from te_flax.recipe.context import current_recipe as current_recipe
 from te_flax.recipe.context import is_recipe_supported as is_recipe_supported
 from te_flax.recipe.current import Float8CurrentScaling as Float8CurrentScaling
 from te_flax.recipe.delayed import DelayedScaling as DelayedScaling
+from te_flax.recipe.mxfp6 import MXFP6BlockScaling as MXFP6BlockScaling
 from te_flax.recipe.mxfp8 import MXFP8BlockScaling as MXFP8BlockScaling
 from te_flax.recipe.nvfp4 import NVFP4BlockScaling as NVFP4BlockScaling
 from te_flax.recipe.presets import load_recipe as load_recipe

@@ -88,6 +88,7 @@ def test_saved_products_are_not_computed_twice(policy, products):
 
 
 EXACT = [None, *RECIPES, te.Float8BlockScaling(), te.NVFP4BlockScaling()]
+EXACT += [te.MXFP6BlockScaling()]
 
 
 @pytest.mark.parametrize("recipe", EXACT, ids=lambda r: type(r).__name__)

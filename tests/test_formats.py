@@ -12,6 +12,8 @@ QUANTIZERS = {
     "e4m3": te.TensorQuantizer(),
     "e5m2": te.TensorQuantizer(format="e5m2"),
     "mxfp8": te.MXFP8Quantizer(),
+    "mxfp6": te.MXFP6Quantizer(),
+    "mxfp6 e3m2": te.MXFP6Quantizer(format="e3m2"),
     "block": te.Float8BlockScaling("hybrid", use_f32_scales=True).quantizers().dy,
     "nvfp4": NVFP4Quantizer(),
     "nvfp4_2d": NVFP4Quantizer(two_dimensional=True),

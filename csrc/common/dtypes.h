@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <string_view>
+#include <type_traits>
 
 #include "common/ffi.h"
 #include "common/formats.h"
@@ -58,6 +59,37 @@ inline ffi::ErrorOr<Held> HeldBy(std::string_view where, std::string_view copy, 
   }
   TE_ASSIGN_OR_RETURN(format, FormatOf(where, copy, type));
   return Held{format, values};
+}
+
+// Calls fn with an integral_constant of the type, for kernels that are templates over it.
+template <typename Fn>
+auto WithFloat(Float dtype, Fn fn) {
+  switch (dtype) {
+    case Float::kBf16:
+      return fn(std::integral_constant<Float, Float::kBf16>());
+    case Float::kF16:
+      return fn(std::integral_constant<Float, Float::kF16>());
+    case Float::kF32:
+      break;
+  }
+  return fn(std::integral_constant<Float, Float::kF32>());
+}
+
+// The FP6 format that an attribute names.
+inline ffi::ErrorOr<Format> Fp6Of(std::string_view where, std::string_view attr,
+                                  const ffi::Dictionary& attrs) {
+  const bool given = attrs.contains<std::string_view>(attr);
+  const std::string_view name = given ? *attrs.get<std::string_view>(attr) : "none";
+  if (name == "e2m3") return Format::kE2M3;
+  if (name == "e3m2") return Format::kE3M2;
+  return ffi::Unexpected(Invalid(where, attr, "be e2m3 or e3m2", name, kReport));
+}
+
+// Calls fn with an integral_constant of the FP6 format.
+template <typename Fn>
+auto WithFp6(Format format, Fn fn) {
+  if (format == Format::kE2M3) return fn(std::integral_constant<Format, Format::kE2M3>());
+  return fn(std::integral_constant<Format, Format::kE3M2>());
 }
 
 }  // namespace te_flax

@@ -1,6 +1,7 @@
-// FFI handlers that turn FP8 codes back into float32, bfloat16 or float16.
+// FFI handlers that turn FP8 and FP6 codes back into float32, bfloat16 or float16.
 //
 // No vector code: all that depends on a code is looked up in tables of 256 entries.
+#include "cpu/fp6.h"
 #include "cpu/operands.h"
 #include "cpu/parallel.h"
 #include "cpu/scalar.h"
@@ -14,20 +15,11 @@ constexpr int64_t kFloatBlock = 128;
 // float32 bits of every code; NaN loses its sign.
 void DecodeTable(Format format, uint32_t* table) {
   const bool e4m3 = format == Format::kE4M3;
-  const int mantissa_bits = e4m3 ? 3 : 2;
-  const uint32_t min_exponent = e4m3 ? 121 : 113;
-  const int mask = (1 << mantissa_bits) - 1;
-  for (int code = 0; code < 256; ++code) {
-    const int magnitude = code & 0x7f;
-    const uint32_t sign = static_cast<uint32_t>(code & 0x80) << 24;
-    const int exponent = magnitude >> mantissa_bits;
-    const float scale = BitCast<float>((min_exponent - mantissa_bits) << 23);
-    const int mantissa = magnitude & mask;
-    uint32_t bits = BitCast<uint32_t>(static_cast<float>(mantissa) * scale);
-    if (exponent > 0) {
-      bits = (min_exponent + exponent - 1) << 23 | static_cast<uint32_t>(mantissa)
-                                                       << (23 - mantissa_bits);
-    }
+  for (uint32_t code = 0; code < 256; ++code) {
+    const uint32_t magnitude = code & 0x7f;
+    const uint32_t sign = (code & 0x80) << 24;
+    uint32_t bits = e4m3 ? DecodeMagnitude<Format::kE4M3>(magnitude)
+                         : DecodeMagnitude<Format::kE5M2>(magnitude);
     if (!e4m3 && magnitude == 0x7c) bits = kInf;
     const bool nan = e4m3 ? magnitude == 0x7f : magnitude > 0x7c;
     table[code] = nan ? kQuietNan : bits | sign;
@@ -93,10 +85,10 @@ struct Narrow<Float::kF16> {
   }
 };
 
-// What the two handlers share: the codes as a matrix, and where the values go.
+// What the handlers share: the codes as a matrix, and where the values go.
 struct Job {
   const uint8_t* codes = nullptr;
-  uint32_t decode[256] = {};
+  uint32_t decode[256] = {};  // by the code; FP6: the first 64
   int64_t rows = 1;
   int64_t cols = 1;
   void* out = nullptr;
@@ -180,6 +172,30 @@ void WriteFloatBlocks(ffi::ThreadPool& pool, const Job& job, const float* scales
   });
 }
 
+// FP6 codes in groups of three bytes. Scales are [rows, ceil(cols / 32)] for axis 1 and
+// [ceil(rows / 32), cols] for axis 0.
+template <Float out>
+void WriteFp6Blocks(ffi::ThreadPool& pool, const Job& job, const uint8_t* scales, bool rowwise) {
+  using Type = typename Narrow<out>::Type;
+  Type* x = static_cast<Type*>(job.out);
+  Factor factors[256];
+  for (int e = 0; e < 256; ++e) factors[e] = BlockFactor(static_cast<uint8_t>(e));
+  const int64_t blocks = (job.cols + kMxBlock - 1) / kMxBlock;
+  ParallelFor(pool, Cut(pool, job.rows, job.cols), [&](int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; ++r) {
+      const uint8_t* row = scales + (rowwise ? r * blocks : r / kMxBlock * job.cols);
+      for (int64_t c = 0; c < job.cols; c += kFp6Group) {
+        const int64_t i = r * job.cols + c;
+        const uint32_t word = LoadFp6Group(job.codes + i / kFp6Group * kFp6Bytes);
+        for (int j = 0; j < kFp6Group; ++j) {
+          const uint8_t e8m0 = row[rowwise ? c / kMxBlock : c + j];
+          x[i + j] = Narrow<out>::Of(Scaled(job.decode[word >> 6 * j & 63], factors[e8m0]));
+        }
+      }
+    }
+  });
+}
+
 ffi::Error DequantizeTensorImpl(ffi::ThreadPool pool, ffi::AnyBuffer data, ffi::AnyBuffer scale_inv,
                                 ffi::Result<ffi::AnyBuffer> x, ffi::Dictionary) {
   TE_RETURN_IF_ERROR(CheckCount("dequantize", "scale_inv", scale_inv, ffi::DataType::F32, 1));
@@ -224,6 +240,35 @@ ffi::Error DequantizeMxfp8Impl(ffi::ThreadPool pool, ffi::AnyBuffer data, ffi::A
   return ffi::Error::Success();
 }
 
+ffi::Error DequantizeMxfp6Impl(ffi::ThreadPool pool, ffi::AnyBuffer data, ffi::AnyBuffer scale,
+                               ffi::Result<ffi::AnyBuffer> x, ffi::Dictionary attrs) {
+  constexpr std::string_view kWhere = "dequantize_mxfp6";
+  TE_ASSIGN_OR_RETURN(k_ndim, Attr<int64_t>(kWhere, attrs, "k_ndim"));
+  TE_ASSIGN_OR_RETURN(axis, Attr<int64_t>(kWhere, attrs, "axis"));
+  TE_ASSIGN_OR_RETURN(format, Fp6Of(kWhere, "format", attrs));
+  TE_ASSIGN_OR_RETURN(extent, AsExtent(kWhere, data, k_ndim + 1));
+  Job job;
+  TE_ASSIGN_OR_RETURN(dtype, FloatOf(kWhere, "x", x->element_type()));
+  job.dtype = dtype;
+  job.codes = static_cast<const uint8_t*>(data.untyped_data());
+  job.rows = extent.rows;
+  job.cols = extent.cols / kFp6Bytes * kFp6Group;
+  job.out = x->untyped_data();
+  WithFp6(format, [&](auto of) {
+    for (uint32_t code = 0; code < 64; ++code) job.decode[code] = DecodeFp6<of()>(code);
+  });
+  const bool rowwise = axis == 1;
+  const int64_t blocked = rowwise ? job.cols : job.rows;
+  const int64_t count = (blocked + kMxBlock - 1) / kMxBlock * (rowwise ? job.rows : job.cols);
+  TE_RETURN_IF_ERROR(CheckCount(kWhere, "scale", scale, ffi::DataType::U8, count));
+  TE_RETURN_IF_ERROR(CheckCount(kWhere, "x", *x, x->element_type(), job.rows * job.cols));
+  AdviseHugePages(*x);
+  WithFloat(dtype, [&](auto type) {
+    WriteFp6Blocks<type()>(pool, job, scale.typed_data<uint8_t>(), rowwise);
+  });
+  return ffi::Error::Success();
+}
+
 ffi::Error DequantizeBlockImpl(ffi::ThreadPool pool, ffi::AnyBuffer data, ffi::AnyBuffer scale_inv,
                                ffi::Result<ffi::AnyBuffer> x, ffi::Dictionary attrs) {
   constexpr std::string_view kWhere = "dequantize_block";
@@ -264,6 +309,14 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(DequantizeMxfp8, DequantizeMxfp8Impl,
                                   .Arg<ffi::AnyBuffer>()  // scale u8 [M.. K../32] or [M../32 K..]
                                   .Ret<ffi::AnyBuffer>()  // x [M.. K..]
                                   .Attrs());              // k_ndim, axis (1 row, 0 col)
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(DequantizeMxfp6, DequantizeMxfp6Impl,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()  // data u8 [M.. K.. 3]
+                                  .Arg<ffi::AnyBuffer>()  // scale u8 [M.. K../8] or [M../32 K.. 4]
+                                  .Ret<ffi::AnyBuffer>()  // x [M.. K.. 4]
+                                  .Attrs());              // k_ndim, format, axis (1 row, 0 col)
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(DequantizeBlock, DequantizeBlockImpl,
                               ffi::Ffi::Bind()

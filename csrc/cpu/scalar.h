@@ -44,6 +44,20 @@ struct FormatFacts<Format::kE5M2> {
   static constexpr uint32_t kMaxBits = 0x47600000u;  // 57344
   static constexpr int kMaxExponent = 15;            // 57344 = 1.75 * 2^15
 };
+template <>
+struct FormatFacts<Format::kE2M3> {
+  static constexpr int kMantissaBits = 3;
+  static constexpr uint32_t kMinExponent = 127;      // 2^0
+  static constexpr uint32_t kMaxBits = 0x40f00000u;  // 7.5
+  static constexpr int kMaxExponent = 2;             // 7.5 = 1.875 * 2^2
+};
+template <>
+struct FormatFacts<Format::kE3M2> {
+  static constexpr int kMantissaBits = 2;
+  static constexpr uint32_t kMinExponent = 125;      // 2^-2
+  static constexpr uint32_t kMaxBits = 0x41e00000u;  // 28
+  static constexpr int kMaxExponent = 4;             // 28 = 1.75 * 2^4
+};
 
 // Code of a magnitude, given as bits not above the format's maximum. Adding a power of two whose
 // last place is the format's quantum leaves the rounded code in the low mantissa bits.
@@ -64,6 +78,28 @@ inline uint8_t Encode(uint32_t bits) {
   const uint8_t sign = static_cast<uint8_t>(bits >> 24) & 0x80;
   const uint8_t code = EncodeMagnitude<format>(a < F::kMaxBits ? a : F::kMaxBits) | sign;
   return a > kInf ? kNanCode : code;
+}
+
+// Saturating FP6 code of any float32; NaN gives a zero of its sign.
+template <Format format>
+inline uint8_t EncodeFp6(uint32_t bits) {
+  using F = FormatFacts<format>;
+  const uint32_t a = bits & kAbs;
+  const uint32_t held = a > kInf ? 0 : a < F::kMaxBits ? a : F::kMaxBits;
+  return EncodeMagnitude<format>(held) | (static_cast<uint8_t>(bits >> 26) & 0x20);
+}
+
+// float32 bits of a finite code without its sign.
+template <Format format>
+inline uint32_t DecodeMagnitude(uint32_t code) {
+  using F = FormatFacts<format>;
+  const uint32_t exponent = code >> F::kMantissaBits;
+  const uint32_t mantissa = code & ((1u << F::kMantissaBits) - 1);
+  if (exponent > 0) {
+    return (F::kMinExponent + exponent - 1) << 23 | mantissa << (23 - F::kMantissaBits);
+  }
+  const float step = BitCast<float>((F::kMinExponent - F::kMantissaBits) << 23);
+  return BitCast<uint32_t>(static_cast<float>(static_cast<int32_t>(mantissa)) * step);
 }
 
 // float32 bits of one element; what is below 2^-126 becomes a zero of its sign.
@@ -99,17 +135,21 @@ inline float FlushScale(float scale) {
   return BitCast<float>(Element<Float::kF32>::Load(BitCast<uint32_t>(scale)));
 }
 
-// What makes the exponent of 1.75 * 2^n and all below stay, and of all above go one up.
-constexpr uint32_t kRoundUp = 0x1fffffu;
+// What makes the exponent of the format's maximum over 2^n and all below stay, and of all above go
+// one up.
+template <Format format>
+constexpr uint32_t kRoundUpOf = 0x7fffffu - (FormatFacts<format>::kMaxBits & 0x7fffffu);
+constexpr uint32_t kRoundUp = kRoundUpOf<Format::kE4M3>;  // of both FP8 maxima, 1.75 * 2^n
 
 // e8m0 scale of a block whose largest magnitude has these float32 bits (NaN sorts above Inf):
-// amax * float32(1 / max) rounded up to a power of two. The rounded product is at most 2^k exactly
-// where amax <= 1.75 * 2^(k + n), for every float32, so integers do.
+// amax * float32(1 / max) rounded up to a power of two. With max = m * 2^n, the rounded product is
+// at most 2^k exactly where amax <= m * 2^(k + n), for every float32 and all formats, so integers
+// do.
 template <Format format>
 inline uint8_t BlockScale(uint32_t amax) {
   if (amax >= kInf) return amax > kInf ? 255 : 254;
   const int32_t e =
-      static_cast<int32_t>((amax + kRoundUp) >> 23) - FormatFacts<format>::kMaxExponent;
+      static_cast<int32_t>((amax + kRoundUpOf<format>) >> 23) - FormatFacts<format>::kMaxExponent;
   return static_cast<uint8_t>(e < 0 ? 0 : e);
 }
 

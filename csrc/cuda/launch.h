@@ -65,20 +65,6 @@ ffi::Error LaunchWithAmax(std::string_view where, cudaStream_t stream, const uin
 ffi::ErrorOr<const uint32_t*> TakeNoop(std::string_view where, cudaStream_t stream,
                                        const Operands& all);
 
-// Calls fn with an integral_constant of the type, for kernels that are templates over it.
-template <typename Fn>
-auto WithFloat(Float dtype, Fn fn) {
-  switch (dtype) {
-    case Float::kBf16:
-      return fn(std::integral_constant<Float, Float::kBf16>());
-    case Float::kF16:
-      return fn(std::integral_constant<Float, Float::kF16>());
-    case Float::kF32:
-      break;
-  }
-  return fn(std::integral_constant<Float, Float::kF32>());
-}
-
 }  // namespace te_flax::cuda
 
 #endif  // TE_FLAX_CUDA_LAUNCH_H_

@@ -342,8 +342,7 @@ def _like(saved: ScaledTensor, other: ScaledTensor, config: DenseConfig):
     """Saved codes as the values that the other operand of their product holds."""
     if saved.scaling == "none" or not other.holds_values:
         return saved
-    values = saved.dequantize(other.data.dtype, impl=config.impl)
-    return dataclasses.replace(saved, data=values, scale=None, scaling="none")
+    return saved.values(other.data.dtype, impl=config.impl)
 
 
 def _named(config: DenseConfig, x: ScaledTensor | None) -> ScaledTensor:

@@ -68,18 +68,21 @@ def widen(x: Array) -> Array:
         return codes << 16
     mantissa, bias, not_finite = _SMALL[dtype]
     top = 1 << (8 * dtype.itemsize - 1)
-    shift = 23 - mantissa
     a = codes & (top - 1)
-    normal = (a << shift) + ((127 - bias) << 23)
-    tiny = as_bits(a.astype(jnp.float32) * jnp.float32(2.0 ** (1 - bias - mantissa)))
-    value = jnp.where(a < (1 << mantissa), tiny, normal)
     has_infinity = dtype != jnp.float8_e4m3fn
-    special = (a << shift) | INF if has_infinity else jnp.int32(QUIET_NAN)
-    value = jnp.where(a >= not_finite, special, value)
+    special = (a << (23 - mantissa)) | INF if has_infinity else jnp.int32(QUIET_NAN)
+    value = jnp.where(a >= not_finite, special, expand(a, mantissa, bias))
     return value | jnp.where(codes >= top, jnp.int32(SIGN), 0)
 
 
-def _round(a: Array, mantissa: int, bias: int) -> Array:
+def expand(a: Array, mantissa: int, bias: int) -> Array:
+    """The float32 patterns of int32 codes without sign, all of them finite."""
+    normal = (a << (23 - mantissa)) + ((127 - bias) << 23)
+    tiny = as_bits(a.astype(jnp.float32) * jnp.float32(2.0 ** (1 - bias - mantissa)))
+    return jnp.where(a < (1 << mantissa), tiny, normal)
+
+
+def round_to(a: Array, mantissa: int, bias: int) -> Array:
     """Nonnegative float32 patterns to a format of fewer bits, to nearest even."""
     shift = 23 - mantissa
     up = (1 << (shift - 1)) - 1 + ((a >> shift) & 1)
@@ -97,7 +100,7 @@ def encode(bits: Array, format: str) -> Array:
     mantissa, bias, not_finite = _SMALL[dtype]
     largest = ((not_finite - 1) << (23 - mantissa)) + ((127 - bias) << 23)
     a = magnitude(bits)
-    codes = _round(jnp.minimum(a, largest), mantissa, bias)
+    codes = round_to(jnp.minimum(a, largest), mantissa, bias)
     codes = codes | ((bits >> 24) & 0x80)
     codes = jnp.where(a > INF, CODE_NAN, codes)
     return lax.bitcast_convert_type(codes.astype(jnp.uint8), dtype)
@@ -113,7 +116,7 @@ def narrow(bits: Array, out_dtype: str) -> Array:
         codes, nan = (a + 0x7FFF + ((a >> 16) & 1)) >> 16, 0x7FC0
     else:
         mantissa, bias, not_finite = _SMALL[jnp.dtype(jnp.float16)]
-        codes, nan = jnp.minimum(_round(a, mantissa, bias), not_finite), 0x7E00
+        codes, nan = jnp.minimum(round_to(a, mantissa, bias), not_finite), 0x7E00
     codes = jnp.where(a > INF, nan, codes | sign)
     return lax.bitcast_convert_type(codes.astype(jnp.uint16), jnp.dtype(out_dtype))
 

@@ -1,4 +1,4 @@
-"""FP8 codes and their scales back to float32, bfloat16 or float16."""
+"""Codes and their scales back to float32, bfloat16 or float16."""
 
 import functools
 import math
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from te_flax.errors import message
-from te_flax.ops import _bits, fp4
+from te_flax.ops import _bits, fp4, fp6
 from te_flax.ops._op import Case, KernelOp
 from te_flax.ops.block import BLOCK as FLOAT32_BLOCK
 from te_flax.ops.mxfp8 import BLOCK
@@ -17,9 +17,9 @@ from te_flax.ops.quantize import signature
 from te_flax.typing import FLOATS, FP8, Array
 
 
-def _scaled(data: Array, scale: Array, lifted: Array, out_dtype: str) -> Array:
-    """Codes * scale / (2^64 where lifted), tiny results as the zero of their sign."""
-    u = _bits.as_float(_bits.widen(data)) * scale
+def _scaled(values: Array, scale: Array, lifted: Array, out_dtype: str) -> Array:
+    """Values * scale / (2^64 where lifted), tiny results as the zero of their sign."""
+    u = values * scale
     # 2^-62 in the lifted range is 2^-126 after the second factor: smaller results
     # would be subnormal.
     tiny = lifted & (jnp.abs(u) < jnp.float32(2.0**-62))
@@ -28,11 +28,15 @@ def _scaled(data: Array, scale: Array, lifted: Array, out_dtype: str) -> Array:
     return _bits.narrow(_bits.as_bits(u), out_dtype)
 
 
+def _values(data: Array) -> Array:
+    return _bits.as_float(_bits.widen(data))
+
+
 def _dequantize(data: Array, scale_inv: Array, *, out_dtype: str) -> tuple[Array]:
     scale = _bits.as_float(_bits.flush(_bits.as_bits(scale_inv)))
     lifted = jnp.abs(scale) < jnp.float32(2.0**-60)
     scale = scale * jnp.where(lifted, jnp.float32(2.0**64), jnp.float32(1))
-    return (_scaled(data, scale, lifted, out_dtype),)
+    return (_scaled(_values(data), scale, lifted, out_dtype),)
 
 
 def repeat_blocks(
@@ -88,16 +92,34 @@ def _block_factor(scale: Array) -> tuple[Array, Array]:
     return _bits.as_float(factor), lifted
 
 
+def _times_e8m0(values: Array, scale: Array, axis: int, out_dtype: str) -> Array:
+    """A matrix times the powers of two of its blocks of 32 along axis."""
+    blocks = list(values.shape)
+    blocks[axis] = -(-blocks[axis] // BLOCK)
+    repeated = jnp.repeat(scale.reshape(blocks), BLOCK, axis=axis)
+    factor, lifted = _block_factor(repeated[: values.shape[0], : values.shape[1]])
+    return _scaled(values, factor, lifted, out_dtype)
+
+
 def _dequantize_mxfp8(
     data: Array, scale: Array, *, k_ndim: int, out_dtype: str, axis: int
 ) -> tuple[Array]:
     m = math.prod(data.shape[: data.ndim - k_ndim])
     k = math.prod(data.shape[data.ndim - k_ndim :])
-    blocks = [m, k]
-    blocks[axis] = -(-blocks[axis] // BLOCK)
-    repeated = jnp.repeat(scale.reshape(blocks), BLOCK, axis=axis)[:m, :k]
-    factor, lifted = _block_factor(repeated)
-    return (_scaled(data.reshape(m, k), factor, lifted, out_dtype).reshape(data.shape),)
+    x = _times_e8m0(_values(data.reshape(m, k)), scale, axis, out_dtype)
+    return (x.reshape(data.shape),)
+
+
+def _dequantize_mxfp6(
+    data: Array, scale: Array, *, k_ndim: int, format: str, out_dtype: str, axis: int
+) -> tuple[Array]:
+    """Of groups [M.., K.., 3]: the four codes of one are a dim of the result."""
+    fp6.check_format(f"dequantize_mxfp6_{'row' if axis else 'col'}", "format", format)
+    m = math.prod(data.shape[: data.ndim - k_ndim - 1])
+    groups = math.prod(data.shape[data.ndim - k_ndim - 1 : -1])
+    codes = fp6.unpack(data.reshape(m, 3 * groups))
+    x = _times_e8m0(fp6.decode(codes, format), scale, axis, out_dtype)
+    return (x.reshape(*data.shape[:-1], 4),)
 
 
 _OUT_DTYPES = tuple(np.dtype(t).name for t in FLOATS)
@@ -129,15 +151,17 @@ def _declare(
     dtypes: dict[str, tuple],
     cases: Any,
     *,
+    data: str = "M.. K..",
     x: str = "M.. K..",
+    attrs: dict[str, type] | None = None,
     **handler: Any,
 ) -> KernelOp:
-    """One op over ``data [M.., K..]`` and block scales; ``handler`` as KernelOp's."""
+    """One op over codes and their block scales; ``handler`` as KernelOp's."""
     return KernelOp(
         name=name,
-        signature=signature({"data": "M.. K.."} | scales, {"x": x}),
+        signature=signature({"data": data} | scales, {"x": x}),
         reference=functools.partial(_checked, reference, name),
-        attrs={"out_dtype": str, "k_ndim": int},
+        attrs={"out_dtype": str, "k_ndim": int, **(attrs or {})},
         groups={"K": "k_ndim"},
         dtypes=dtypes,
         batch_group="M",
@@ -154,6 +178,27 @@ def _mxfp8_op(copy: str, scale: str, axis: int, scale_shape: tuple) -> KernelOp:
         {"data": _CODES, "scale": (jnp.uint8,)},
         _cases({"k_ndim": 1}, scale_shape, jnp.uint8),
         handler="dequantize_mxfp8",
+        handler_attrs={"axis": axis},
+    )
+
+
+def _mxfp6_op(copy: str, scale: str, axis: int, scale_shape: tuple) -> KernelOp:
+    """Of whole groups of four codes: a signature cannot tell a part of one."""
+    attrs = {"k_ndim": 1, "format": "e2m3"}
+    kinds = (jnp.uint8, jnp.uint8)
+    return _declare(
+        f"dequantize_mxfp6_{copy}",
+        functools.partial(_dequantize_mxfp6, axis=axis),
+        {"scale": scale},
+        {"data": kinds[:1], "scale": kinds[1:]},
+        (
+            Case(t, ((250, 82, 3), scale_shape), kinds, {**attrs, "out_dtype": t})
+            for t in _OUT_DTYPES
+        ),
+        data="M.. K.. 3",
+        x="M.. K.. 4",
+        attrs={"format": str},
+        handler="dequantize_mxfp6",
         handler_attrs={"axis": axis},
     )
 
@@ -209,6 +254,8 @@ DEQUANTIZE = KernelOp(
 )
 DEQUANTIZE_MXFP8_ROW = _mxfp8_op("row", "M.. K../32", 1, (250, 11))
 DEQUANTIZE_MXFP8_COL = _mxfp8_op("col", "M../32 K..", 0, (8, 328))
+DEQUANTIZE_MXFP6_ROW = _mxfp6_op("row", "M.. K../8", 1, (250, 11))
+DEQUANTIZE_MXFP6_COL = _mxfp6_op("col", "M../32 K.. 4", 0, (8, 82, 4))
 DEQUANTIZE_BLOCK = _block_op("dequantize_block", "M.. K../128", 1, (250, 3))
 DEQUANTIZE_BLOCK2D = _block_op("dequantize_block2d", "M../128 K../128", 128, (2, 3))
 DEQUANTIZE_NVFP4 = _nvfp4_op("dequantize_nvfp4", "M.. K../8", 1, (250, 41))

@@ -16,25 +16,35 @@ _NAN_SCALE = 255
 _INF_SCALE = 254
 
 
-def _block_exponent(a: Array, format: str) -> Array:
+def _block_exponent(a: Array, largest: float) -> Array:
     """The e8m0 byte, as int32, of blocks whose amax has the float32 pattern a."""
     # Below 2^-100 the product with 1/max could be subnormal: work 2^64 higher.
     small = a < (27 << 23)
     lift = jnp.where(small, jnp.float32(2.0**64), jnp.float32(1))
-    t = _bits.as_bits(_bits.as_float(a) * lift * np.float32(1 / FP8_MAX[format]))
+    t = _bits.as_bits(_bits.as_float(a) * lift * np.float32(1 / largest))
     round_up = ((t & 0x7FFFFF) != 0).astype(jnp.int32)
     e = jnp.maximum((t >> 23) + round_up - jnp.where(small, 64, 0), 0)
     e = jnp.where(a == _bits.INF, _INF_SCALE, e)
     return jnp.where(a > _bits.INF, _NAN_SCALE, e)
 
 
-def _quantize_blocks(bits: Array, axis: int, format: str) -> tuple[Array, Array]:
-    """Codes and e8m0 bytes of a flushed 2-D array with its blocks along axis."""
+def scaled_blocks(bits: Array, axis: int, largest: float) -> tuple[Array, Array]:
+    """Scales blocks of 32 along one axis into the range of a format.
+
+    Args:
+        bits: float32 patterns of a flushed matrix.
+        axis: of the blocks, the last one of which may be partial.
+        largest: magnitude in the format.
+
+    Returns:
+        The patterns of ``x * 2^(127 - e)``, the positive NaN throughout a block with
+        one, and the e8m0 bytes.
+    """
     padded = _bits.pad_to(bits, axis, BLOCK)
     count = padded.shape[axis] // BLOCK
     blocks = padded.reshape(*bits.shape[:axis], count, BLOCK, *bits.shape[axis + 1 :])
     a = jnp.max(_bits.magnitude(blocks), axis=axis + 1, keepdims=True, initial=0)
-    e = _block_exponent(a, format)
+    e = _block_exponent(a, largest)
     # 2^(127 - e) built from bits. 2^-127 is no normal number, so a block with an
     # infinity takes 2^-63 and then 2^-64.
     infinite = e >= _INF_SCALE
@@ -42,9 +52,14 @@ def _quantize_blocks(bits: Array, axis: int, format: str) -> tuple[Array, Array]
     second = jnp.where(infinite, jnp.float32(2.0**-64), jnp.float32(1))
     scaled = _bits.as_bits(_bits.as_float(blocks) * first * second)
     scaled = jnp.where(e == _NAN_SCALE, _bits.QUIET_NAN, scaled)
-    codes = _bits.encode(scaled, format).reshape(padded.shape)
-    codes = codes[: bits.shape[0], : bits.shape[1]]
-    return codes, jnp.squeeze(e, axis + 1).astype(jnp.uint8)
+    scaled = scaled.reshape(padded.shape)[: bits.shape[0], : bits.shape[1]]
+    return scaled, jnp.squeeze(e, axis + 1).astype(jnp.uint8)
+
+
+def _quantize_blocks(bits: Array, axis: int, format: str) -> tuple[Array, Array]:
+    """Codes and e8m0 bytes of a flushed matrix with its blocks along axis."""
+    scaled, scales = scaled_blocks(bits, axis, FP8_MAX[format])
+    return _bits.encode(scaled, format), scales
 
 
 def _swizzle(scales: Array) -> Array:

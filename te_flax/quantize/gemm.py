@@ -83,14 +83,16 @@ def gemm(
         for name, tensor, dims in zip(("lhs", "rhs"), (lhs, rhs), summed, strict=True)
     ]
     scaling = _scaling(lhs, rhs)
+    if out_dtype is None:
+        out_dtype = lhs.data.dtype if scaling == "none" else jnp.float32
+    if scaling == "mxfp6":  # no product takes the codes; bfloat16 holds their values
+        lhs, rhs, scaling = lhs.values(impl=impl), rhs.values(impl=impl), "none"
     packed = scaling.startswith("nvfp4")
     if packed:
         _check_packed(lhs, rhs, summed)
     # lhs "n" holds the contraction last, rhs "n" holds it first.
     orientation = ("n" if sides[0] else "t") + ("t" if sides[1] else "n")
     keep = _keeps_contraction(summed, _pair("batch_dims", lhs, rhs, batch_dims))
-    if out_dtype is None:
-        out_dtype = lhs.data.dtype if lhs.scaling == "none" else jnp.float32
     return ops_gemm.gemm(
         lhs.data,
         rhs.data,

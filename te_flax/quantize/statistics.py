@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from te_flax.ops import fp6
 from te_flax.ops._bits import INF, MIN_NORMAL, as_float, magnitude, widen
 from te_flax.ops.amax import AMAX
 from te_flax.quantize.mailbox import MAILBOX_SIZE, decode, encode, reduce_amax
@@ -16,9 +17,10 @@ from te_flax.typing import Array
 _SUMS = 5
 RECORD_SIZE = 2 * MAILBOX_SIZE + _SUMS
 _ABS, _LARGEST = 0x7F, {"e4m3": 0x7E, "e5m2": 0x7B}
-# Half a step of the format at its largest value, as a share of that value (1.75 times
-# a power of two in both formats): what is nearer than that is rounded, not saturated.
+# Half a step of the format at its largest value, as a share of that value, which is
+# 1.75 times a power of two (e2m3: 1.875): what is nearer is rounded, not saturated.
 _HALF_STEP = {"e4m3": 2.0**-4 / 1.75, "e5m2": 2.0**-3 / 1.75, "e2m1": 1 / 6}
+_HALF_STEP |= {"e2m3": 2.0**-4 / 1.875, "e3m2": 2.0**-3 / 1.75}
 
 
 class Statistics(NamedTuple):
@@ -215,6 +217,10 @@ def _top(tensor: ScaledTensor, impl: tuple | None) -> Array:
         low = jnp.where((codes & 0x07) == 0, jnp.uint8(0), jnp.uint8(0x07))
         high = jnp.where((codes & 0x70) == 0, jnp.uint8(0), jnp.uint8(0x70))
         return dataclasses.replace(tensor, data=low | high).dequantize(impl=impl)
+    if tensor.scaling == "mxfp6":
+        codes = fp6.unpack(codes)
+        codes = jnp.where((codes & 31) == 0, jnp.uint8(0), jnp.uint8(31))
+        return dataclasses.replace(tensor, data=fp6.pack(codes)).dequantize(impl=impl)
     largest = jnp.uint8(_LARGEST[tensor.format or "e4m3"])
     codes = jnp.where((codes & _ABS) == 0, jnp.uint8(0), largest)
     data = lax.bitcast_convert_type(codes, tensor.data.dtype)

@@ -2,16 +2,21 @@
 
 import dataclasses
 import math
+from typing import cast
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from te_flax.errors import message
+from te_flax.ops import fp6
+from te_flax.ops._bits import pad_to
 from te_flax.ops.dequantize import (
     DEQUANTIZE,
     DEQUANTIZE_BLOCK,
     DEQUANTIZE_BLOCK2D,
+    DEQUANTIZE_MXFP6_COL,
+    DEQUANTIZE_MXFP6_ROW,
     DEQUANTIZE_MXFP8_COL,
     DEQUANTIZE_MXFP8_ROW,
     DEQUANTIZE_NVFP4,
@@ -24,6 +29,7 @@ SCALINGS = (
     "none",
     "tensor",
     "mxfp8",
+    "mxfp6",
     "block_1d",
     "block_2d",
     "nvfp4_1d",
@@ -41,25 +47,27 @@ class ScaledTensor:
 
     Attributes:
         data: codes; ``[M.., K..]``, or ``[K.., M..]`` when ``transposed``. Under NVFP4
-            two to a byte, ``[M.., ceil(K/2)]`` or ``[K.., ceil(M/2)]``.
-        scale: float32 ``[]`` under tensor scaling; uint8 e8m0 exponents under MXFP8,
-            ``[M.., ceil(K/32)]`` rowwise, ``[ceil(M/32), K..]`` colwise; float32
-            ``[M.., ceil(K/128)]`` rowwise, ``[K.., ceil(M/128)]`` colwise under
+            two to a byte, ``[M.., ceil(K/2)]`` or ``[K.., ceil(M/2)]``; under MXFP6
+            four in three bytes, ``[M.., 3 ceil(K/4)]``.
+        scale: float32 ``[]`` under tensor scaling; uint8 e8m0 exponents under MXFP8
+            and MXFP6, ``[M.., ceil(K/32)]`` rowwise, ``[ceil(M/32), K..]`` colwise;
+            float32 ``[M.., ceil(K/128)]`` rowwise, ``[K.., ceil(M/128)]`` colwise under
             "block_1d"; ``[ceil(M/128), ceil(K/128)]`` for both under "block_2d";
             float8_e4m3fn likewise with 16 in place of 128 under NVFP4; else None.
         global_scale: float32 ``[]``, what the products of codes and block scales are
             multiplied by under NVFP4; else None.
-        scaling: ``"none"``, ``"tensor"``, ``"mxfp8"``, ``"block_1d"``, ``"block_2d"``,
-            ``"nvfp4_1d"`` or ``"nvfp4_2d"``.
+        scaling: ``"none"``, ``"tensor"``, ``"mxfp8"``, ``"mxfp6"``, ``"block_1d"``,
+            ``"block_2d"``, ``"nvfp4_1d"`` or ``"nvfp4_2d"``.
         rowwise: True for the copy that a GEMM contracts over ``K..``, False for the
             one that it contracts over ``M..``.
         transposed: whether ``data`` holds ``[K.., M..]``.
         k_ndim: number of dims in ``K..``.
-        format: ``"e4m3"``, ``"e5m2"``, ``"e2m1"`` or None without quantization. With
-            a format and scaling ``"none"``, ``data`` are the values of such codes.
+        format: ``"e4m3"``, ``"e5m2"``, ``"e2m3"``, ``"e3m2"``, ``"e2m1"`` or None
+            without quantization. With a format and scaling ``"none"``, ``data`` are the
+            values of such codes.
         hadamard: whether each 16 elements along ``M..`` hold their Hadamard transform
             (M then rounded up to whole blocks).
-        logical_shape: ``[M.., K..]`` where the data do not show it: under NVFP4.
+        logical_shape: ``[M.., K..]`` where the data do not show it: NVFP4, MXFP6.
 
     Example:
         >>> import jax.numpy as jnp
@@ -96,8 +104,8 @@ class ScaledTensor:
 
     @property
     def scale_inv(self) -> Array | None:
-        """The factor of the codes: float32, float8_e8m0fnu (MXFP8) or e4m3 (NVFP4)."""
-        if self.scaling == "mxfp8" and self.scale is not None:
+        """The factor of the codes: float32, float8_e8m0fnu (MX) or e4m3 (NVFP4)."""
+        if self.scaling.startswith("mx") and self.scale is not None:
             return lax.bitcast_convert_type(self.scale, jnp.float8_e8m0fnu)
         return self.scale
 
@@ -165,6 +173,8 @@ class ScaledTensor:
             return op(
                 self.data, self.scale, out_dtype=name, k_ndim=self.k_ndim, impl=impl
             )[0]
+        if self.scaling == "mxfp6":
+            return self._of_groups(name, impl)
         if self.scaling.startswith("nvfp4"):
             x = self._unpacked(name, impl)
         else:
@@ -173,6 +183,39 @@ class ScaledTensor:
             return x
         m = range(self.k_ndim, x.ndim)
         return jnp.transpose(x, (*m, *range(self.k_ndim)))
+
+    def values(
+        self, dtype=jnp.bfloat16, *, impl: tuple | None = None
+    ) -> "ScaledTensor":
+        """Returns the copy with the values of its codes in place of them.
+
+        Args:
+            dtype: float32, bfloat16 or float16.
+            impl: kernel rules; None reads the context.
+
+        Returns:
+            Scaling ``"none"`` and the same format: ready for a plain product.
+        """
+        return dataclasses.replace(
+            self,
+            data=self.dequantize(dtype, impl=impl),
+            scale=None,
+            scaling="none",
+            logical_shape=None,
+        )
+
+    def _of_groups(self, out_dtype: str, impl: tuple | None) -> Array:
+        """The values of MXFP6 codes in the logical layout."""
+        m_dims = self.shape[: self.ndim - self.k_ndim]
+        data, scale = fp6.split(self.data), cast(Array, self.scale)
+        op, k = DEQUANTIZE_MXFP6_ROW, math.prod(self.shape[len(m_dims) :])
+        if not self.rowwise:  # a scale for every code of the last group too
+            op = DEQUANTIZE_MXFP6_COL
+            scale = pad_to(scale.reshape(scale.shape[0], k), 1, 4)
+            scale = scale.reshape(*scale.shape[:1], scale.shape[1] // 4, 4)
+        options = {"format": self.format, "out_dtype": out_dtype, "k_ndim": 1}
+        x = op(data, scale, impl=impl, **options)[0]
+        return x.reshape(*m_dims, 4 * data.shape[-2])[..., :k].reshape(self.shape)
 
     def _codes_times_scales(self, out_dtype: str, impl: tuple | None) -> Array:
         """The values laid out like ``data``."""

@@ -9,7 +9,7 @@ import jax
 
 from te_flax.errors import message
 from te_flax.recipe.base import HIGH_PRECISION, HighPrecision, Recipe
-from te_flax.recipe.presets import planned, presets
+from te_flax.recipe.presets import presets
 
 __all__ = [
     "HIGH_PRECISION",
@@ -165,8 +165,6 @@ def is_recipe_supported(name: str | Recipe) -> tuple[bool, str]:
             "runs on every platform: compiled kernels where they are built, the JAX "
             "reference elsewhere (te.kernel_report() tells which)"
         )
-    if name in planned():
-        return False, f"{name} is planned and not implemented in this version"
     return False, f"no such recipe: {name!r}; presets are {', '.join(presets())}"
 
 

@@ -12,6 +12,7 @@ from te_flax.recipe.base import HighPrecision, Recipe
 from te_flax.recipe.block import Float8BlockScaling
 from te_flax.recipe.current import Float8CurrentScaling
 from te_flax.recipe.delayed import DelayedScaling
+from te_flax.recipe.mxfp6 import MXFP6BlockScaling
 from te_flax.recipe.mxfp8 import MXFP8BlockScaling
 from te_flax.recipe.nvfp4 import NVFP4BlockScaling
 
@@ -21,12 +22,12 @@ _CLASSES: dict[str, type[Recipe]] = {
         DelayedScaling,
         Float8CurrentScaling,
         MXFP8BlockScaling,
+        MXFP6BlockScaling,
         Float8BlockScaling,
         NVFP4BlockScaling,
         HighPrecision,
     )
 }
-_PLANNED = ("mxfp6",)
 
 
 def load_recipe(source: str | os.PathLike[str]) -> Recipe:
@@ -65,11 +66,9 @@ def load_recipe(source: str | os.PathLike[str]) -> Recipe:
             )
         return _parse(path, str(path))
     if source not in presets():
-        rule, got = f"be one of {', '.join(presets())}", repr(source)
-        if source in planned():
-            got += " (planned and not implemented in this version)"
+        rule = f"be one of {', '.join(presets())}"
         remedy = "choose one of these, or pass a path that ends in .toml"
-        raise ValueError(message("load_recipe", "preset", rule, got, remedy))
+        raise ValueError(message("load_recipe", "preset", rule, repr(source), remedy))
     return _parse(_folder() / f"{source}.toml", str(source))
 
 
@@ -77,11 +76,6 @@ def load_recipe(source: str | os.PathLike[str]) -> Recipe:
 def presets() -> tuple[str, ...]:
     """The names that :func:`load_recipe` knows, sorted."""
     return tuple(sorted(path.stem for path in _folder().glob("*.toml")))
-
-
-def planned() -> tuple[str, ...]:
-    """Names of recipes that this version does not implement yet."""
-    return _PLANNED
 
 
 @functools.cache

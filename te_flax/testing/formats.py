@@ -15,9 +15,10 @@ import numpy as np
 
 from te_flax.ops.hadamard import BLOCK, SIGNS
 from te_flax.quantize.block import BlockQuantizer
+from te_flax.quantize.mxfp6 import MXFP6Quantizer
 from te_flax.quantize.mxfp8 import MXFP8Quantizer
 from te_flax.quantize.nvfp4 import NVFP4Quantizer
-from te_flax.testing import oracle, oracle_nvfp4
+from te_flax.testing import oracle, oracle_mxfp6, oracle_nvfp4
 from te_flax.testing.ball import Ball
 from te_flax.testing.numerics import UNIT
 
@@ -26,8 +27,11 @@ from te_flax.testing.numerics import UNIT
 FORMATS = {
     "e4m3": (2.0**-4, 2.0**-10 / 224),
     "e5m2": (2.0**-3, 2.0**-17 / 28672),
+    "e2m3": (2.0**-4, 2.0**-4 / 3.75),
+    "e3m2": (2.0**-3, 2.0**-5 / 14),
     "e2m1": (2.0**-2, 17 / 384),
 }
+_MX = (MXFP8Quantizer, MXFP6Quantizer)
 _LOST = 25 / 24 * 2.0**-10 / 448  # of the tensor's amax, by e4m3 scales near 0
 
 
@@ -187,7 +191,7 @@ def noise(
 
 def _block(quantizer: Any, shape: tuple[int, int]) -> tuple[int, int]:
     """The rows and columns that share a scale."""
-    if isinstance(quantizer, MXFP8Quantizer):
+    if isinstance(quantizer, _MX):
         return 1, 32
     if isinstance(quantizer, BlockQuantizer):
         return (128 if quantizer.two_dimensional else 1), 128
@@ -228,7 +232,7 @@ def _around(value: np.ndarray, ends: list[np.ndarray], relative: Any) -> Ball:
 
 def _one_level(x: Ball, quantizer: Any, amax: float | None) -> Ball:
     """Codes under one scale for each block, whose amax may be fixed."""
-    decode = _mxfp8 if isinstance(quantizer, MXFP8Quantizer) else _scaled
+    decode = _mx if isinstance(quantizer, _MX) else _scaled
     fixed = np.full((1, 1, 1, 1), amax, np.float64)
     low, mid, high = _amaxes(x) if amax is None else (fixed,) * 3
     value = decode(x.value, mid, quantizer)
@@ -308,8 +312,9 @@ def _scaled(x: np.ndarray, amax: np.ndarray, q: Any) -> np.ndarray:
     return codes.astype(np.float64) * scale_inv.astype(np.float64)
 
 
-def _mxfp8(x: np.ndarray, amax: np.ndarray, q: MXFP8Quantizer) -> np.ndarray:
-    dtype, largest = oracle.FP8[q.format]
+def _mx(x: np.ndarray, amax: np.ndarray, q: Any) -> np.ndarray:
+    """Codes under a power of two for each block."""
+    dtype, largest = (oracle.FP8 | oracle_mxfp6.FP6)[q.format]
     share = amax.astype(np.float32).astype(np.float64) * float(np.float32(1 / largest))
     mantissa, exponent = np.frexp(share.astype(np.float32).astype(np.float64))
     exponent = np.where(mantissa == 0.5, exponent - 1, exponent)

@@ -92,13 +92,16 @@ def quantize(
     return (*results, *amax(x))
 
 
-def e8m0(block: np.ndarray, format: str) -> int:
-    """The shared exponent byte of one block of flushed float64 values."""
+def e8m0(block: np.ndarray, largest: float) -> int:
+    """The shared exponent byte of one block of flushed float64 values.
+
+    ``largest`` is the magnitude that the format of the codes goes up to.
+    """
     if np.isnan(block).any():
         return 255
     if np.isinf(block).any():
         return 254
-    reciprocal = np.float64(np.float32(1.0 / FP8[format][1]))
+    reciprocal = np.float64(np.float32(1.0 / largest))
     product = np.max(np.abs(block), initial=0.0) * reciprocal  # 48 bits: exact
     if product == 0:
         return 0
@@ -117,7 +120,7 @@ def _quantize_rows(v: np.ndarray, format: str) -> tuple[np.ndarray, np.ndarray]:
     for r in range(rows):
         for b in range(scales.shape[1]):
             block = v[r, 32 * b : 32 * b + 32]
-            e = e8m0(block, format)
+            e = e8m0(block, FP8[format][1])
             scales[r, b] = e
             scaled = (
                 np.full_like(block, np.nan) if e == 255 else block * 2.0 ** (127 - e)
@@ -196,6 +199,11 @@ def dequantize_mxfp8(
         (m, -(-k // 32)) if axis == 1 else (-(-m // 32), k)
     )
     e = np.repeat(blocks, 32, axis=axis)[:m, :k].astype(np.int64)
-    y = np.ldexp(data.reshape(m, k).astype(np.float64), e - 127)
-    y = np.where(e == 255, np.nan, y)
-    return (_rounded(y, out_dtype).reshape(data.shape),)
+    x = data.reshape(m, k).astype(np.float64)
+    return (times_e8m0(x, e, out_dtype).reshape(data.shape),)
+
+
+def times_e8m0(x: np.ndarray, e: np.ndarray, out_dtype: str) -> np.ndarray:
+    """Float64 values times 2^(e - 127), e an integer for each, rounded once."""
+    y = np.where(e == 255, np.nan, np.ldexp(x, e - 127))
+    return _rounded(y, out_dtype)

@@ -39,7 +39,7 @@ def amax_edges(format: str) -> np.ndarray:
 
     For every exponent, the values within 3 ulp of max * 2^n.
     """
-    largest = {"e4m3": 448.0, "e5m2": 57344.0}[format]
+    largest = {"e4m3": 448.0, "e5m2": 57344.0, "e2m3": 7.5, "e3m2": 28.0}[format]
     values = []
     for n in range(-150, 128):
         centre = np.float64(largest) * 2.0**n

@@ -21,8 +21,9 @@ FP4 = {
     "nvfp4_nearest": te.NVFP4BlockScaling(disable_stochastic_rounding=True),
     "nvfp4": te.NVFP4BlockScaling(),
 }
+SIX = {"mxfp6": te.MXFP6BlockScaling("hybrid")}
 FAST = {"xla_backend_optimization_level": 0}  # halves the time to compile
-RECIPES = SCALINGS | BLOCKS | FP4
+RECIPES = SCALINGS | BLOCKS | FP4 | SIX
 # A recipe with two forms that a test may take in turn.
 KINDS = ((None,), *((name,) for name in SCALINGS), tuple(BLOCKS), tuple(FP4))
 LAYOUTS = (False, True)  # transpose_batch_sequence

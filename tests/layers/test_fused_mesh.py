@@ -121,6 +121,7 @@ CASES = [
     ("fsdp", "nvfp4", AxisType.Auto),
     ("dp x tp, sp", "nvfp4_nearest", AxisType.Explicit),
     ("dp x tp", "float8_block_scaling", AxisType.Auto),
+    ("fsdp", "mxfp6", AxisType.Explicit),
 ]
 
 

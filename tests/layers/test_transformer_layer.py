@@ -138,7 +138,9 @@ def unquantized():
     return y, dx
 
 
-@pytest.mark.parametrize("recipe", [*RECIPES, "float8_block_scaling", "nvfp4_nearest"])
+@pytest.mark.parametrize(
+    "recipe", [*RECIPES, "float8_block_scaling", "nvfp4_nearest", "mxfp6"]
+)
 def test_it_trains_under_every_recipe(recipe):
     layer = block(**QUIET)
     y, (dx,), grads = step(layer, (X,), DY, recipe)

@@ -31,9 +31,12 @@ def attributes(op, index=0, k_ndim=1):
     attrs = dict(op.cases[index % len(op.cases)].attrs)
     if "k_ndim" in attrs:
         attrs["k_ndim"] = k_ndim
+    six = "fp6" in op.name
+    formats = ("e2m3", "e3m2") if six else ("e4m3", "e5m2")
     for key, values in {
-        "row_format": ("e4m3", "e5m2"),
-        "col_format": ("e5m2", "e4m3"),
+        "row_format": formats,
+        "col_format": formats[::-1],
+        "format": formats if six else (attrs.get("format"),),
         "out_dtype": ("float32", "bfloat16", "float16"),
     }.items():
         if key in attrs:

@@ -1,4 +1,4 @@
-"""Block scaling and NVFP4 in the three products of a dense layer, against float64."""
+"""Block scaling, NVFP4 and MXFP6 in the products of a dense layer, against float64."""
 
 import dataclasses
 import re
@@ -25,6 +25,7 @@ RECIPES = {
         disable_stochastic_rounding=True,
         disable_2d_quantization=True,
     ),
+    "mxfp6": te.MXFP6BlockScaling("hybrid"),
 }
 each = pytest.mark.parametrize("name", RECIPES)
 BOTH = {"rowwise": True, "colwise": True}
@@ -92,7 +93,7 @@ def test_each_product_is_that_of_the_dequantized_operands(name, m, k, n):
         close_to(np.asarray(got).reshape(exact.shape), exact, bound)
 
 
-SHARE = {"e4m3": 2.0**-4, "e5m2": 2.0**-3}
+SHARE = {"e4m3": 2.0**-4, "e5m2": 2.0**-3, "e2m3": 2.0**-4, "e3m2": 2.0**-3}
 
 
 @each

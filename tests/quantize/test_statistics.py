@@ -51,9 +51,10 @@ def test_tensor_scaling(format, copy, amax):
 
 
 @pytest.mark.parametrize("copy", COPIES, ids=["row", "col"])
-def test_mxfp8(copy):
-    x = _values()
-    tensor = _quantized(te.MXFP8Quantizer(), x, **copy)
+@pytest.mark.parametrize("quantizer", [te.MXFP8Quantizer(), te.MXFP6Quantizer()])
+def test_mx(quantizer, copy):
+    x = _values((48, 78))
+    tensor = _quantized(quantizer, x, **copy)
     found = statistics(x, tensor)
     lost = (np.asarray(tensor.dequantize()) == 0) & (x != 0)
     assert float(found.saturated) == 0

@@ -8,15 +8,16 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import te_flax as te
+from te_flax.testing.formats import FORMATS
 
 QUANTIZERS = {
     "tensor": te.TensorQuantizer(),
     "tensor e5m2": te.TensorQuantizer(format="e5m2", power_of_2=True),
     "mxfp8": te.MXFP8Quantizer(),
     "mxfp8 e5m2": te.MXFP8Quantizer(format="e5m2"),
+    "mxfp6": te.MXFP6Quantizer(),
+    "mxfp6 e3m2": te.MXFP6Quantizer(format="e3m2"),
 }
-# Half a step of the format, as a share of the value.
-UNIT = {"e4m3": 2.0**-4, "e5m2": 2.0**-3}
 
 
 def data(shape, seed=0):
@@ -36,9 +37,8 @@ def test_dequantize_gives_the_array_back_within_half_a_step(name, shape, k_ndim,
     tensor = getattr(both(name, x, k_ndim), copy)
     assert tensor.shape == shape
     assert tensor.data.dtype.itemsize == 1
-    unit = UNIT[tensor.format]
-    # Below the format's normal range a step is absolute: 2^-6 of the block's largest.
-    bound = unit * np.abs(x) + unit * 2.0**-5 * float(jnp.max(jnp.abs(x)))
+    unit, floor = FORMATS[tensor.format]
+    bound = np.maximum(unit * np.abs(x), floor * float(jnp.max(jnp.abs(x))))
     for dtype, eps in (("float32", 0.0), ("bfloat16", 2.0**-8)):
         got = tensor.dequantize(dtype)
         assert got.dtype == dtype
@@ -46,7 +46,7 @@ def test_dequantize_gives_the_array_back_within_half_a_step(name, shape, k_ndim,
         assert (error <= bound + eps * np.abs(x)).all()
 
 
-@pytest.mark.parametrize("name", ["mxfp8", "mxfp8 e5m2"])
+@pytest.mark.parametrize("name", ["mxfp8", "mxfp8 e5m2", "mxfp6"])
 def test_block_scales_are_e8m0_by_bitcast(name):
     tensor = both(name, data((64, 96))).rowwise
     assert tensor.scale_inv.dtype == jnp.float8_e8m0fnu
@@ -79,6 +79,8 @@ def test_nbytes_counts_codes_and_scales():
     assert both("tensor", x).rowwise.nbytes == 64 * 96 + 4
     assert both("mxfp8", x).rowwise.nbytes == 64 * 96 + 64 * 3
     assert both("mxfp8", x).colwise.nbytes == 64 * 96 + 2 * 96
+    assert both("mxfp6", x).rowwise.nbytes == 64 * 72 + 64 * 3
+    assert both("mxfp6", x).colwise.nbytes == 64 * 72 + 2 * 96
 
 
 def test_a_given_amax_fixes_the_scale():
@@ -109,7 +111,7 @@ GEMMS = {  # how each pass of a dense layer contracts x [M, K], w [K, N], g [M, 
 }
 
 
-@pytest.mark.parametrize("name", [None, "tensor", "mxfp8"])
+@pytest.mark.parametrize("name", [None, "tensor", "mxfp8", "mxfp6"])
 @pytest.mark.parametrize("product", GEMMS)
 def test_gemm_is_the_product_of_the_dequantized_operands(name, product):
     a_shape, b_shape, dims, a_copy, b_copy = GEMMS[product]
@@ -127,7 +129,64 @@ def test_gemm_is_the_product_of_the_dequantized_operands(name, product):
     assert (np.abs(np.asarray(got, np.float64) - want) <= bound).all()
 
 
+def test_packed_codes_of_rows_that_do_not_fill_their_last_group():
+    x = data((3, 5, 4, 9))
+    pair = te.MXFP6Quantizer()(x, k_ndim=2, rowwise=True, colwise=True)
+    assert pair.rowwise.data.shape == pair.colwise.data.shape == (3, 5, 27)
+    assert pair.rowwise.scale.shape == (3, 5, 2)
+    assert pair.colwise.scale.shape == (1, 4, 9)
+    odd = te.MXFP6Quantizer()(x[..., :7], k_ndim=1, rowwise=True, colwise=True)
+    assert odd.rowwise.data.shape == (3, 5, 4, 6)
+    assert odd.colwise.shape == odd.colwise.dequantize().shape == (3, 5, 4, 7)
+
+
+@pytest.mark.parametrize("special", [jnp.nan, jnp.inf, -jnp.inf])
+def test_packed_blocks_with_nan_or_inf_come_back_so(special):
+    x = data((2, 70)).at[0, 40].set(special)
+    tensor = both("mxfp6", x).rowwise
+    back = np.asarray(tensor.dequantize())
+    if np.isnan(special):  # the whole block, as FP6 has no NaN
+        assert np.isnan(back[0, 32:64]).all()
+    else:
+        assert back[0, 40] == special
+        assert not back[0, 32:40].any()
+    assert np.isfinite(np.delete(back, np.s_[32:64], 1)).all()
+    assert np.isfinite(back[1]).all()
+
+
+def test_values_of_codes_are_exact_in_bfloat16():
+    for format in ("e2m3", "e3m2"):
+        tensor = te.MXFP6Quantizer(format=format)(
+            data((33, 70)), k_ndim=1, rowwise=True, colwise=False
+        ).rowwise
+        values = tensor.values()
+        assert (values.scaling, values.holds_values) == ("none", True)
+        assert values.data.dtype == jnp.bfloat16
+        np.testing.assert_array_equal(
+            values.data.astype(jnp.float32), tensor.dequantize()
+        )
+
+
 BAD = [
+    (
+        lambda q, x: te.MXFP6Quantizer(format="e4m3"),
+        ValueError,
+        r"MXFP6Quantizer: format must be e2m3 or e3m2, got 'e4m3'; ",
+    ),
+    (
+        lambda q, x: te.MXFP6Quantizer()(x, k_ndim=1, rowwise=False, colwise=False),
+        ValueError,
+        r"MXFP6Quantizer: rowwise, colwise must be True for at least one of them",
+    ),
+    (
+        lambda q, x: te.gemm(
+            both("mxfp6", x).rowwise,
+            both("mxfp8", x).rowwise,
+            contracting_dims=((1,), (1,)),
+        ),
+        ValueError,
+        r"gemm: rhs must be scaled like lhs \(mxfp6\), got mxfp8; ",
+    ),
     (
         lambda q, x: te.ScaledTensor(data=x, scaling="bogus").dequantize(),
         ValueError,

@@ -14,6 +14,7 @@ RECIPES = (
     te.DelayedScaling,
     te.Float8CurrentScaling,
     te.MXFP8BlockScaling,
+    te.MXFP6BlockScaling,
     te.Float8BlockScaling,
     te.NVFP4BlockScaling,
 )
@@ -35,6 +36,7 @@ def test_defaults():
         "split_accumulator": (False, True, True),
     }
     assert dataclasses.asdict(te.MXFP8BlockScaling()) == {"fp8_format": "e4m3"}
+    assert dataclasses.asdict(te.MXFP6BlockScaling()) == {"fp6_format": "e2m3"}
     assert dataclasses.asdict(te.Float8BlockScaling()) == {
         "fp8_format": "e4m3",
         "use_f32_scales": False,
@@ -45,7 +47,7 @@ def test_defaults():
         "disable_stochastic_rounding": False,
         "disable_2d_quantization": False,
     }
-    for cls in (te.MXFP8BlockScaling, te.Float8BlockScaling, te.NVFP4BlockScaling):
+    for cls in RECIPES[2:]:
         assert cls().split_accumulator == (True, True, True)
 
 
@@ -62,6 +64,7 @@ def test_defaults():
             "fp8_format use_power_2_scales amax_epsilon split_accumulator",
         ),
         (te.MXFP8BlockScaling, "fp8_format"),
+        (te.MXFP6BlockScaling, "fp6_format"),
         (te.Float8BlockScaling, "fp8_format use_f32_scales amax_epsilon"),
         (
             te.NVFP4BlockScaling,
@@ -80,6 +83,8 @@ def test_frozen_hashable_and_equal_by_value(cls):
     assert cls() == cls()
     if cls is te.NVFP4BlockScaling:
         field, values = "disable_rht", (True, False)
+    elif cls is te.MXFP6BlockScaling:
+        field, values = "fp6_format", ("e2m3", "e3m2")
     else:
         field, values = "fp8_format", ("e4m3", "hybrid")
     first, second = (cls(**{field: value}) for value in values)
@@ -100,6 +105,14 @@ def test_formats_and_quantizers():
     found = te.MXFP8BlockScaling(fp8_format="hybrid").quantizers()
     assert found.kernel == te.MXFP8Quantizer(format="e4m3")
     assert found.dy == te.MXFP8Quantizer(format="e5m2")
+
+
+def test_quantizers_of_mxfp6():
+    assert te.MXFP6BlockScaling().formats == ("e2m3",) * 3
+    assert te.MXFP6BlockScaling("e3m2").formats == ("e3m2",) * 3
+    found = te.MXFP6BlockScaling("hybrid").quantizers()
+    assert found.x == found.kernel == te.MXFP6Quantizer(format="e2m3")
+    assert found.dy == te.MXFP6Quantizer(format="e3m2")
 
 
 def test_quantizers_of_block_scaling():
@@ -158,6 +171,7 @@ def test_quantizers_of_nvfp4():
         (te.Float8BlockScaling, "amax_epsilon", -1.0, "be a finite number >= 0, got"),
         (te.Float8BlockScaling, "amax_epsilon", True, "be a finite number >= 0, got"),
         (te.Float8BlockScaling, "amax_epsilon", 1e39, "be <= 3.4028234663852886e+38"),
+        (te.MXFP6BlockScaling, "fp6_format", "e4m3", "be one of 'e2m3', 'e3m2', 'hyb"),
         (te.NVFP4BlockScaling, "disable_rht", 0, "be True or False, got 0"),
         (te.NVFP4BlockScaling, "disable_stochastic_rounding", None, "be True or False"),
         (te.NVFP4BlockScaling, "disable_2d_quantization", "no", "be True or False, go"),
@@ -181,6 +195,7 @@ def test_bounds_are_allowed():
         ("current_scaling", te.Float8CurrentScaling()),
         ("mxfp8", te.MXFP8BlockScaling()),
         ("float8_block_scaling", te.Float8BlockScaling()),
+        ("mxfp6", te.MXFP6BlockScaling()),
         ("nvfp4", te.NVFP4BlockScaling()),
     ],
 )
@@ -241,21 +256,10 @@ def test_missing_file(source, tmp_path, monkeypatch):
 def test_unknown_preset(source):
     match = (
         "load_recipe: preset must be one of current_scaling, delayed_scaling, "
-        f"float8_block_scaling, mxfp8, none, nvfp4, got {source!r}; "
+        f"float8_block_scaling, mxfp6, mxfp8, none, nvfp4, got {source!r}; "
     )
     with pytest.raises(ValueError, match=re.escape(match)):
         te.load_recipe(source)
-
-
-@pytest.mark.parametrize("name", ["mxfp6"])
-def test_planned_preset(name):
-    match = (
-        "load_recipe: preset must be one of current_scaling, delayed_scaling, "
-        f"float8_block_scaling, mxfp8, none, nvfp4, got '{name}' (planned and not "
-        "implemented in this version); "
-    )
-    with pytest.raises(ValueError, match=re.escape(match)):
-        te.load_recipe(name)
 
 
 def test_file_that_is_not_utf8(tmp_path):
@@ -273,8 +277,8 @@ def test_file_that_is_not_utf8(tmp_path):
         (
             'recipe = "Delayed"',
             "recipe must be one of DelayedScaling, Float8CurrentScaling, "
-            "MXFP8BlockScaling, Float8BlockScaling, NVFP4BlockScaling, HighPrecision, "
-            "got 'Delayed'; ",
+            "MXFP8BlockScaling, MXFP6BlockScaling, Float8BlockScaling, "
+            "NVFP4BlockScaling, HighPrecision, got 'Delayed'; ",
         ),
         ("margin = 1", "recipe must be one of DelayedScaling, .*, got None; "),
         ("recipe = 3", "recipe must be one of DelayedScaling, .*, got 3; "),
@@ -313,9 +317,6 @@ def test_is_recipe_supported():
         assert supported
         assert "compiled kernels" in reason
     assert te.is_recipe_supported(te.DelayedScaling())[0]
-    for name in ("mxfp6",):
-        expected = (False, f"{name} is planned and not implemented in this version")
-        assert te.is_recipe_supported(name) == expected
     supported, reason = te.is_recipe_supported("fp9")
     assert not supported
     assert "no such recipe: 'fp9'; presets are current_scaling, " in reason
