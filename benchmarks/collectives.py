@@ -12,6 +12,7 @@ import functools
 import json
 import statistics
 from collections.abc import Callable, Iterator
+from typing import Any
 from unittest import mock
 
 import jax
@@ -52,7 +53,7 @@ def gather_first(outputs: tuple[str, ...], x: Array, gamma: Array) -> dict:
     """Plain jnp: gather, norm, quantize."""
     residual = gather(x)
     normed = rms_norm(residual, gamma)
-    made = {"normed": normed, "residual": residual}
+    made: dict[str, Any] = {"normed": normed, "residual": residual}
     if "quantized" in outputs:
         made["quantized"] = mxfp8_row(normed)[:2]
     return {name: made[name] for name in outputs}
@@ -61,7 +62,7 @@ def gather_first(outputs: tuple[str, ...], x: Array, gamma: Array) -> dict:
 def gather_last(outputs: tuple[str, ...], x: Array, gamma: Array) -> dict:
     """Plain jnp: norm and quantize own rows, gather what is asked for."""
     normed = rms_norm(x, gamma)
-    made = {"normed": normed, "residual": x}
+    made: dict[str, Any] = {"normed": normed, "residual": x}
     if "quantized" in outputs:
         made["quantized"] = mxfp8_row(normed)[:2]
     return jax.tree.map(gather, {name: made[name] for name in outputs})

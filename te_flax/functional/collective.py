@@ -18,12 +18,17 @@ from te_flax.ops._gather_order import ORDERS, Order
 from te_flax.ops._op import cotangent_like
 from te_flax.ops._plan import to_spec
 from te_flax.quantize.fused import Produced
+from te_flax.quantize.mxfp6 import MXFP6Quantizer
 from te_flax.quantize.mxfp8 import MXFP8Quantizer
 from te_flax.quantize.quantizer import Quantizer
 from te_flax.quantize.tensor import ScaledTensor
 from te_flax.typing import Array
 
-QUANTIZERS: dict[str, Quantizer] = {"mxfp8": MXFP8Quantizer()}
+QUANTIZERS: dict[str, Quantizer] = {
+    "mxfp8": MXFP8Quantizer(),
+    "mxfp6_e2m3": MXFP6Quantizer(format="e2m3"),
+    "mxfp6_e3m2": MXFP6Quantizer(format="e3m2"),
+}
 
 
 class GatheredNorm(NamedTuple):
@@ -97,7 +102,9 @@ def allgather_rms_norm(
         rows: for each device of the axis the number of its rows that count, the first
             of its shard; None: all. What is behind them is padding, and appears in no
             result. They add up to the same in each group.
-        quantize: "mxfp8": e4m3 codes and e8m0 scales ``[.., features / 32]``.
+        quantize: "mxfp8" (e4m3 codes), "mxfp6_e2m3" or "mxfp6_e3m2" (four codes in
+            three bytes, ``[.., 3 features / 4]``), each with row-wise e8m0 scales
+            ``[.., features / 32]``, of whole blocks; None for none.
         outputs: of "normed", "quantized" and "residual" those wanted. None: all, the
             quantized copy only with ``quantize``.
 
@@ -184,7 +191,11 @@ def _in_front(config: _Config, x: Array, gamma: Array):
         copy = jax.tree.map(gather, made.quantized.rowwise)
     elif config.order.then == "quantize":
         copies = config.quantizer(
-            normed, k_ndim=1, rowwise=True, colwise=False, impl=config.norm.impl
+            _core.array(normed),
+            k_ndim=1,
+            rowwise=True,
+            colwise=False,
+            impl=config.norm.impl,
         )
         copy = jax.tree.map(config.rows.whole, copies.rowwise)
     return normed, copy, made.extras[0]

@@ -21,6 +21,12 @@ A, E = AxisType.Auto, AxisType.Explicit
 FAST = {"xla_backend_optimization_level": 0}
 NAMES = ("normed", "quantized", "residual")
 OUTPUTS = [named for n in (1, 2, 3) for named in itertools.combinations(NAMES, n)]
+QUANTIZERS = {
+    "mxfp8": te.MXFP8Quantizer(),
+    "mxfp6_e2m3": te.MXFP6Quantizer(format="e2m3"),
+    "mxfp6_e3m2": te.MXFP6Quantizer(format="e3m2"),
+}
+CODE_BITS = {"mxfp8": 8, "mxfp6_e2m3": 6, "mxfp6_e3m2": 6}
 WIDTH = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 
 
@@ -43,7 +49,7 @@ def one_device(x, gamma, outputs, quantize="mxfp8", offset=0.0):
     if offset:
         gamma = gamma.astype(jnp.float32) + jnp.float32(offset)
     normed = te.norm(x, gamma, config=te.NormConfig(kind="rmsnorm"))
-    quantizer = te.functional.collective.QUANTIZERS[quantize]
+    quantizer = QUANTIZERS[quantize]
     copies = quantizer(normed, k_ndim=1, rowwise=True, colwise=False)
     found = GatheredNorm(normed, copies.rowwise, x)
     return GatheredNorm(**{name: getattr(found, name) for name in outputs})
@@ -108,10 +114,11 @@ def wire(executable):
     return {kind: sorted(sizes) for kind, sizes in found.items()}
 
 
-def gathered(outputs, rows=DEVICES * SHARD * 3, width=2):
+def gathered(outputs, rows=DEVICES * SHARD * 3, width=2, quantize="mxfp8"):
     """Bytes that a group's rows are, in what travels for these outputs."""
     if outputs == ("quantized",):
-        return [rows * FEATURES // 32, rows * FEATURES]
+        count = rows * FEATURES
+        return [count // 32, count * CODE_BITS[quantize] // 8]
     return [width * rows * FEATURES]
 
 

@@ -75,6 +75,17 @@ def test_groups(size, kind):
         assert made.residual.sharding.spec[0] == "tp"
 
 
+@pytest.mark.parametrize("quantize", ["mxfp8", "mxfp6_e2m3"])
+def test_packed_codes_in_groups_outside(quantize):
+    """Their logical shape is that of all results, not of a shard."""
+    x, gamma = operands()
+    mesh = line()
+    f = call(("quantized",), quantize, group_size=4)
+    made = run(f, *place(mesh, x, gamma)).quantized
+    assert made.shape == (4 * len(x), *x.shape[1:])
+    assert made.scale.shape == (*made.shape[:-1], FEATURES // 32)
+
+
 @pytest.mark.parametrize("outputs", [("quantized",), ALL], ids="+".join)
 @pytest.mark.parametrize("size", RAGGED)
 def test_ragged_shards(size, outputs):

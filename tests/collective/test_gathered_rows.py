@@ -31,27 +31,36 @@ from jax.sharding import PartitionSpec as P
 import te_flax as te
 from te_flax.ops._gather_order import ORDERS
 
+FP6 = ("mxfp6_e2m3", "mxfp6_e3m2")
 FLOATS = (jnp.bfloat16, jnp.float16, jnp.float32)
 
 
-@pytest.mark.parametrize("outputs", OUTPUTS, ids="+".join)
-def test_each_order_gives_the_same_bits(outputs):
+@pytest.mark.parametrize(
+    ("outputs", "quantize"),
+    [(outputs, "mxfp8") for outputs in OUTPUTS]
+    + [
+        (outputs, format) for format in FP6 for outputs in (("quantized",), OUTPUTS[-1])
+    ],
+)
+def test_each_order_gives_the_same_bits(outputs, quantize):
     """And the chosen one sends no more than its table says, on all devices alike."""
     x, gamma = operands()
-    want = one_device(x, gamma, outputs)
+    want = one_device(x, gamma, outputs, quantize)
     tried = [o for o in dict.fromkeys(ORDERS.values()) if o.makes(outputs)]
     assert ORDERS[outputs] in tried
     mesh = line()
     for order in tried:
         with mock.patch.dict(ORDERS, {outputs: order}):
-            program = compiled(inside(call(outputs), mesh), *place(mesh, x, gamma))
+            program = compiled(
+                inside(call(outputs, quantize), mesh), *place(mesh, x, gamma)
+            )
         made = program(*place(mesh, x, gamma))
         rows = len(x)
         for device in range(DEVICES):
             part = slice(device * rows, (device + 1) * rows)
             same(jax.tree.map(lambda a, part=part: np.asarray(a)[part], made), want)
         if order == ORDERS[outputs]:
-            assert wire(program) == {"all-gather": gathered(outputs)}
+            assert wire(program) == {"all-gather": gathered(outputs, quantize=quantize)}
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=lambda t: t.__name__)
@@ -64,6 +73,21 @@ def test_dtypes_and_ranks(dtype, between):
     same(made, one_device(x, gamma, outputs))
     assert made.quantized.scale.shape == (*x.shape[:-1], FEATURES // 32)
     assert made.quantized.data.dtype == jnp.float8_e4m3fn
+
+
+@pytest.mark.parametrize("quantize", FP6)
+def test_packed_codes_know_their_values(quantize):
+    x, gamma = operands()
+    mesh = line()
+    f = inside(call(("normed", "quantized"), quantize), mesh, False, P())
+    made = run(f, *place(mesh, x, gamma))
+    assert made.quantized.shape == x.shape
+    assert made.quantized.data.shape == (*x.shape[:-1], FEATURES * 3 // 4)
+    values = made.quantized.dequantize(jnp.float32)
+    scale = np.repeat(made.quantized.scale_inv.astype(jnp.float32), 32, axis=-1)
+    step = {"mxfp6_e2m3": 0.5, "mxfp6_e3m2": 4.0}[quantize]  # of the largest codes
+    error = np.abs(np.asarray(values) - np.asarray(made.normed, np.float32))
+    assert (error <= step / 2 * scale).all()
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=lambda t: t.__name__)
