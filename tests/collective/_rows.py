@@ -99,7 +99,16 @@ def same(got, want):
 
 
 _KINDS = "all-gather|reduce-scatter|all-reduce|all-to-all|collective-permute"
-_BYTES = {"u8": 1, "u16": 2, "f16": 2, "bf16": 2, "u32": 4, "f32": 4, "s32": 4}
+_BYTES = {
+    "u8": 1,
+    "f8e4m3fn": 1,
+    "u16": 2,
+    "f16": 2,
+    "bf16": 2,
+    "u32": 4,
+    "f32": 4,
+    "s32": 4,
+}
 
 
 def wire(executable):
