@@ -53,7 +53,7 @@ class RowGather:
         # XLA's CPU backend sends bfloat16 as float32, which loses NaN payloads, and FP8
         # as float16. XLA's GPU backend sends all as they are, but would copy bits.
         a = lax.platform_dependent(a, cpu=self._gather_bits, default=self._gather)
-        return self._packed(a)
+        return self.whole(self._packed(a))
 
     def _gather_bits(self, a: Array) -> Array:
         bits = lax.bitcast_convert_type(a, _BITS[a.dtype.itemsize])
@@ -68,7 +68,7 @@ class RowGather:
         return lax.all_gather(a, self.axis, axis_index_groups=groups, tiled=True)
 
     def whole(self, a: Array) -> Array:
-        """Computed of gathered rows: on an Auto mesh XLA might leave it cut."""
+        """Gathered rows, or computed of them: XLA might leave them cut on Auto axes."""
         return a if self.outside is None else self.outside.gather(a)
 
     def own(self, a: Array) -> Array:

@@ -105,6 +105,26 @@ def test_gradients(case):
     assert set(wire(program)) <= {"all-reduce"}
 
 
+def test_results_are_whole_beside_a_gradient():
+    """The backward pass wants its own rows; XLA would cut the results like them."""
+    mesh, spec, _ = CASES["auto"]
+    x, gamma = operands(rows=ROWS, between=BETWEEN)
+
+    def loss(x, gamma):
+        made = call(ALL)(x, gamma)
+        return jnp.sum(made.normed * made.residual).astype(jnp.float32), made
+
+    with jax.set_mesh(mesh):
+        _, made = run(jax.grad(loss, has_aux=True), *place(mesh, x, gamma, spec=spec))
+    same(made, one_device(x, gamma, ALL))
+    cut = {k: v.sharding for k, v in made._asdict().items() if k != "quantized"}
+    cut |= {
+        "data": made.quantized.data.sharding,
+        "scale": made.quantized.scale.sharding,
+    }
+    assert not {k: v for k, v in cut.items() if not v.is_fully_replicated}
+
+
 def test_axis_of_a_surrounding_shard_map():
     """Manual over one axis, the rows cut over another."""
     mesh = mesh_of(A, A)

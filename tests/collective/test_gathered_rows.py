@@ -1,5 +1,6 @@
 """The results on eight devices are one device's, to the bit, in every order."""
 
+import re
 from unittest import mock
 
 import jax
@@ -29,6 +30,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import te_flax as te
+from te_flax.ops import _extension
 from te_flax.ops._gather_order import ORDERS
 
 FP6 = ("mxfp6_e2m3", "mxfp6_e3m2")
@@ -195,3 +197,23 @@ def test_report_names_the_orders(capsys):
         assert str(order) in printed
     assert str(ORDERS["quantized",]) == "quantized norm, gather"
     assert str(ORDERS["normed", "residual"]) == "gather, norm"
+
+
+@pytest.mark.parametrize("outputs", OUTPUTS, ids="+".join)
+def test_cuda_program(outputs, monkeypatch):
+    """One kernel for each step, and what travels is never copied into other types."""
+    monkeypatch.setattr(_extension, "has", lambda handler, platform: True)
+    x, gamma = operands()
+    traced = jax.jit(inside(call(outputs), line())).trace(x, gamma)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    found = re.findall(r"@te_flax\.(\w+)", text)
+    order = ORDERS[outputs]
+    steps = [s for s in (order.first, order.then) if s]
+    kernels = {"quantize": "quantize_mxfp8"}
+    assert found == [kernels.get(step, "norm_fwd") for step in steps]
+    written = [m == "true" for m in re.findall(r"\bh = (\w+)", text)]
+    assert written == ["norm" in steps or "normed" in outputs] * len(written)
+    assert "bitcast_convert" not in text
+    sent = re.findall(r"all_gather\"?\(.*?\) ->\s*tensor<[\dx]+x(\w+)>", text, re.S)
+    codes = outputs == ("quantized",)
+    assert sorted(sent) == (["f8E4M3FN", "ui8"] if codes else ["bf16"])
