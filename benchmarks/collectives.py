@@ -41,7 +41,8 @@ def rms_norm(x: Array, gamma: Array) -> Array:
     """RMSNorm in float32, rounded to the dtype of x."""
     wide = x.astype(jnp.float32)
     mean = jnp.mean(wide * wide, axis=-1, keepdims=True)
-    return (wide * lax.rsqrt(mean + 1e-6) * gamma).astype(x.dtype)
+    normed = wide * lax.rsqrt(mean + 1e-6) * gamma.astype(jnp.float32)
+    return normed.astype(x.dtype)
 
 
 def gather(x: Array) -> Array:

@@ -117,12 +117,30 @@ def test_results_are_whole_beside_a_gradient():
     with jax.set_mesh(mesh):
         _, made = run(jax.grad(loss, has_aux=True), *place(mesh, x, gamma, spec=spec))
     same(made, one_device(x, gamma, ALL))
-    cut = {k: v.sharding for k, v in made._asdict().items() if k != "quantized"}
-    cut |= {
-        "data": made.quantized.data.sharding,
-        "scale": made.quantized.scale.sharding,
-    }
-    assert not {k: v for k, v in cut.items() if not v.is_fully_replicated}
+    codes = made.quantized
+    found = [made.normed, made.residual, codes.data, codes.scale]
+    assert [a.sharding.is_fully_replicated for a in found] == [True] * 4
+
+
+@pytest.mark.parametrize("kind", [A, E], ids=lambda k: k.name)
+def test_groups_beside_another_axis(kind):
+    mesh = mesh_of(kind, kind)
+    x, gamma = operands(rows=ROWS, between=BETWEEN)
+    spec = P("tp", "dp")
+    with jax.set_mesh(mesh):
+        made = run(call(ALL, group_size=2), *place(mesh, x, gamma, spec=spec))
+    want = one_device(x, gamma, ALL)
+    half = slice(None, ROWS // 2), slice(ROWS // 2, None)
+    for device in range(4):
+        part, own = (
+            slice(device * ROWS // 2, (device + 1) * ROWS // 2),
+            half[device // 2],
+        )
+        same(
+            jax.tree.map(lambda a, part=part: np.asarray(a)[part], made.normed),
+            np.asarray(want.normed)[own],
+        )
+    assert made.normed.shape[0] == made.quantized.shape[0] == 2 * ROWS
 
 
 def test_axis_of_a_surrounding_shard_map():
