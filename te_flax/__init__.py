@@ -13,6 +13,8 @@ from te_flax.functional.attention.api import (
 )
 from te_flax.functional.attention.fp8 import AttentionConfig as AttentionConfig
 from te_flax.functional.attention.fp8 import AttentionState as AttentionState
+from te_flax.functional.collective import GatheredNorm as GatheredNorm
+from te_flax.functional.collective import allgather_rms_norm as allgather_rms_norm
 from te_flax.functional.config import ActivationConfig as ActivationConfig
 from te_flax.functional.config import DenseConfig as DenseConfig
 from te_flax.functional.config import GemmState as GemmState

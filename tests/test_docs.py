@@ -75,7 +75,7 @@ def test_kernel_rules_on_the_pages_are_accepted():
 
 
 RUN = ["README.md", "docs/api.md", "docs/convert.md", "docs/inspect.md"]
-RUN += ["docs/attention.md", "docs/layers.md", "docs/recipes.md"]
+RUN += ["docs/collectives.md", "docs/attention.md", "docs/layers.md", "docs/recipes.md"]
 
 
 @pytest.mark.parametrize("page", RUN)

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import jax
 
-from te_flax.ops import _choice, _extension, _sizes
+from te_flax.ops import _choice, _extension, _gather_order, _sizes
 from te_flax.ops._lowering import PLATFORMS, why_reference
 
 FOOTNOTE = (
@@ -123,6 +123,8 @@ def kernel_report() -> None:
       or ``error`` (the rules ask for what does not exist).
     - why: the handler, the rule that was asked for, or what keeps the handler away.
 
+    Below it stands in which order :func:`te_flax.allgather_rms_norm` takes its steps.
+
     Example:
         >>> kernel_report()  # doctest: +ELLIPSIS
         build: ...
@@ -138,3 +140,5 @@ def kernel_report() -> None:
         cells = [text.ljust(n) for text, n in zip(row[:3], widths, strict=True)]
         print("  ".join((*cells, row.why)))
     print(FOOTNOTE)
+    print(f"{_gather_order.TITLE}:")
+    print("\n".join(_gather_order.lines()))

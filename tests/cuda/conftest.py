@@ -3,5 +3,5 @@
 import sys
 from pathlib import Path
 
-FOLDERS = ("attention", "examples", "layers", "ops")
+FOLDERS = ("attention", "collective", "examples", "layers", "ops")
 sys.path += [str(Path(__file__).parents[1] / name) for name in FOLDERS]

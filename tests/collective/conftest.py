@@ -1,0 +1,6 @@
+"""The meshes of the ops' tests."""
+
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1] / "ops"))
