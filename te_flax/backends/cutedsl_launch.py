@@ -1,0 +1,213 @@
+# pyright: reportMissingImports=false
+"""The launches of the MXFP8 quantizers, and how they are compiled without a GPU."""
+
+import ctypes
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint8, Uint32
+
+from te_flax.backends import cutedsl_ptx as ptx
+from te_flax.backends.cutedsl_quantize import (
+    ROWS,
+    SUM_ROWS,
+    TILE,
+    WARPS,
+    Quantizer,
+    ceil,
+)
+from te_flax.backends.cutedsl_spec import Spec
+
+JOIN_COLUMNS, JOIN_ROWS = 32, 8  # of a block that joins sums, as JoinSums has them
+PASSED = ("noop", "dy", "x", "h", "row", "row_scale", "col", "col_scale")
+PASSED += ("amax", "sums")
+TYPES = {
+    "float32": cutlass.Float32,
+    "bfloat16": cutlass.BFloat16,
+    "float16": cutlass.Float16,
+    "e4m3": cutlass.Float8E4M3FN,
+    "e5m2": cutlass.Float8E5M2,
+}
+
+
+def _flat(tensor, dtype):
+    """A tensor as a flat array of another type."""
+    pointer = cute.recast_ptr(tensor.iterator, dtype=dtype)
+    return cute.make_tensor(pointer, cute.make_layout(1))
+
+
+class Kernels(Quantizer):
+    """Clears amax, makes all tiles, and joins the sums over the rows."""
+
+    @cute.kernel
+    def _clear(self, noop, amax):
+        tid, _, _ = cute.arch.thread_idx()
+        if cutlass.const_expr(noop is None):
+            amax[tid] = Uint32(0)
+        else:
+            if (noop[0] & Uint32(ptx.ABS)) < Uint32(ptx.MIN_NORMAL):
+                amax[tid] = Uint32(0)
+
+    @cute.kernel
+    def _tiles(self, noop, dy, x, h, row, row_scale, col, col_scale, amax, sums, m, k):
+        args = (dy, x, h, row, row_scale, col, col_scale, amax, sums, m, k)
+        if cutlass.const_expr(noop is None):
+            self._tile(*args)
+        else:
+            if (noop[0] & Uint32(ptx.ABS)) < Uint32(ptx.MIN_NORMAL):
+                self._tile(*args)
+
+    @cute.jit
+    def _tile(self, dy, x, h, row, row_scale, col, col_scale, amax, sums, m, k):
+        spec = self.spec
+        tid, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        lane, warp = tid % 32, tid // 32
+        down, across = block, block
+        if cutlass.const_expr(spec.dbias):  # 4 warps down, 2 across
+            groups = Int32(ceil(k, 2 * TILE))
+            down, across = block // groups, block % groups
+            r0, c = down * SUM_ROWS + warp // 2 * 32, across * 128 + warp % 2 * TILE
+        else:
+            tiles = Int32(ceil(k, 128) * 2) if spec.swizzled else Int32(ceil(k, TILE))
+            tile = block * WARPS + warp
+            r0, c = tile // tiles * 32, tile % tiles * TILE
+        r0, c = r0 + lane // 8, c + lane % 8 * 8
+        words = self.words
+        slices = [
+            cute.make_rmem_tensor((words, ROWS), Uint32) for _ in range(spec.slices)
+        ]
+        for i in cutlass.range_constexpr(ROWS):
+            r = r0 + 4 * i
+            self._make(dy, x, m, k, r, c, (r < m) & (c < k), slices, i)
+        self._join_amax(slices, amax)
+        for s in cutlass.range_constexpr(spec.slices):
+            packs = slices[s]
+            if cutlass.const_expr(spec.h):
+                for i in cutlass.range_constexpr(ROWS):
+                    r = Int64(r0 + 4 * i)
+                    if (r < m) & (c < k):
+                        at = (r * spec.slices + s) * k + c
+                        self._store(packs[None, i], h, at, words)
+            if cutlass.const_expr(spec.row_format):
+                self._rows(packs, row, row_scale, s, m, k, r0, c)
+            if cutlass.const_expr(spec.col_format):
+                self._columns(packs, col, col_scale, s, m, k, r0, c)
+        if cutlass.const_expr(spec.dbias):
+            layout = cute.make_layout((spec.slices, 4, 128), stride=(512, 128, 1))
+            shared = cutlass.utils.SmemAllocator().allocate_tensor(Float32, layout)
+            self._partial_sums(slices, sums, k, shared, down, across)
+
+    @cute.kernel
+    def _join(self, noop, sums, dbias, n, width):
+        if cutlass.const_expr(noop is None):
+            self._join_column(sums, dbias, n, width)
+        else:
+            if (noop[0] & Uint32(ptx.ABS)) < Uint32(ptx.MIN_NORMAL):
+                self._join_column(sums, dbias, n, width)
+
+    @cute.jit
+    def _join_column(self, sums, dbias, n, width):
+        x, y, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        column = Int64(block) * JOIN_COLUMNS + x
+        total = Float32(0.0)
+        if column < width:
+            for r in cutlass.range(y, n, JOIN_ROWS, unroll=8):
+                total = ptx.add_ftz(total, sums[Int64(r) * width + column])
+        layout = cute.make_layout((JOIN_ROWS, JOIN_COLUMNS), stride=(JOIN_COLUMNS, 1))
+        shared = cutlass.utils.SmemAllocator().allocate_tensor(Float32, layout)
+        shared[y, x] = total
+        cute.arch.sync_threads()
+        if (y == 0) & (column < width):
+            for r in cutlass.range_constexpr(1, JOIN_ROWS):
+                total = ptx.add_ftz(total, shared[r, x])
+            nan = Uint32(ptx.QUIET_NAN).bitcast(Float32)
+            dbias[column] = total if total == total else nan
+
+    @cute.jit
+    def __call__(self, stream: cuda.CUstream, *tensors):
+        """Launches all of it."""
+        spec = self.spec
+        given = dict(zip(spec.tensors, tensors, strict=True))
+        flat = {
+            name: _flat(given[name], dtype) if name in given else None
+            for name, dtype in _views(spec).items()
+        }
+        read, width = cute.size(given["x"], mode=[1]), spec.read_slices
+        m, k = Int64(cute.size(given["x"], mode=[0])), Int64(read) // width
+        self._clear(flat["noop"], flat["amax"]).launch(
+            grid=[1, 1, 1], block=[2, 1, 1], stream=stream
+        )
+        if cutlass.const_expr(spec.dbias):
+            blocks = ceil(m, SUM_ROWS) * ceil(k, 2 * TILE)
+        elif cutlass.const_expr(spec.swizzled):
+            blocks = ceil(ceil(m, 128) * 4 * ceil(k, 128) * 2, WARPS)
+        else:
+            blocks = ceil(ceil(m, 32) * ceil(k, TILE), WARPS)
+        self._tiles(*(flat[name] for name in PASSED), m, k).launch(
+            grid=[Int32(blocks), 1, 1], block=[32 * WARPS, 1, 1], stream=stream
+        )
+        if cutlass.const_expr(spec.dbias):
+            total = k * spec.slices
+            self._join(
+                flat["noop"], flat["sums"], flat["dbias"], Int32(ceil(m, SUM_ROWS)), total
+            ).launch(
+                grid=[Int32(ceil(total, JOIN_COLUMNS)), 1, 1],
+                block=[JOIN_COLUMNS, JOIN_ROWS, 1],
+                stream=stream,
+            )
+
+
+
+def _views(spec: Spec) -> dict:
+    """Name -> how the kernel sees the memory of an operand or result."""
+    words = ("noop", "dy", "x", "h", "row", "col", "amax")
+    found = dict.fromkeys(words, Uint32) | {"row_scale": Uint8}
+    found["col_scale"] = Uint8 if spec.swizzled else Uint32
+    return found | {"dbias": Float32, "sums": Float32}
+
+
+def _fakes(spec: Spec) -> list:
+    """Operands and results of any shape: rank, dtype and divisibility alone."""
+    m, k = cute.sym_int64(symbol="M"), cute.sym_int64(divisibility=32, symbol="K")
+    given = k if spec.read_slices == 1 else cute.sym_int64(divisibility=64, symbol="X")
+    width = k if spec.slices == 1 else given
+    dtype = TYPES[spec.dtype]
+
+    def fake(kind, *shape):
+        order = tuple(reversed(range(len(shape))))
+        return cute.runtime.make_fake_compact_tensor(
+            kind, shape, stride_order=order, assumed_align=16
+        )
+
+    def free(count):
+        return [cute.sym_int64() for _ in range(count)]
+
+    made = {
+        "noop": lambda: fake(Float32, 1),
+        "dy": lambda: fake(dtype, m, k),
+        "x": lambda: fake(dtype, m, given),
+        "h": lambda: fake(dtype, m, width),
+        "row": lambda: fake(TYPES[spec.row_format], m, width),
+        "col": lambda: fake(TYPES[spec.col_format], m, width),
+        "row_scale": lambda: fake(Uint8, *free(1 if spec.swizzled else 2)),
+        "col_scale": lambda: fake(Uint8, *free(1 if spec.swizzled else 2)),
+        "dbias": lambda: fake(Float32, width),
+        "amax": lambda: fake(Float32, 2),
+        "sums": lambda: fake(Uint8, *free(1)),
+    }
+    return [made[name.removeprefix("prev_")]() for name in spec.tensors]
+
+
+def compile_kernel(spec: Spec, arch: str, options: str = ""):
+    """Returns the tvm_ffi.Function of the launches; needs no GPU."""
+    for library in cute.runtime.find_runtime_libraries(enable_tvm_ffi=True):
+        ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)  # else: "Symbols not found"
+    return cute.compile(
+        Kernels(spec),
+        cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
+        *_fakes(spec),
+        options=f"--enable-tvm-ffi --gpu-arch={arch} {options}",
+    )

@@ -1,0 +1,121 @@
+"""Generated kernels on disk: ``jit`` in the folder of TE_FLAX_CACHE.
+
+The files are code, so the folder and they must belong to this user and to nobody else.
+Each ends with the hash of what comes before it. What is damaged is deleted and made
+again; where there is no folder to use, every process makes its kernels.
+"""
+
+import functools
+import hashlib
+import logging
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from te_flax.backends.protocol import KernelBackend
+from te_flax.config import CONFIG
+from te_flax.errors import message
+
+_MARK = b"te_flax.jit"
+_TRAILER = hashlib.sha256().digest_size + len(_MARK)
+
+
+@functools.cache
+def warn(text: str) -> None:
+    """Logs a text, once a process."""
+    logging.getLogger("te_flax").warning("%s", text)
+
+
+def _foreign(path: Path) -> str:
+    """Who else could have written a file or folder, or nothing."""
+    if not hasattr(os, "getuid"):  # no such owners
+        return ""
+    status = path.stat()
+    if status.st_uid != os.getuid():
+        return f"one of user {status.st_uid}"
+    return f"mode {status.st_mode & 0o777:o}" if status.st_mode & 0o022 else ""
+
+
+def folder() -> Path | None:
+    """Returns the folder, made if there was none; None if it cannot be used."""
+    base = CONFIG.cache_folder()
+    if CONFIG.jit_cache == "0" or base is None:
+        return None
+    path = base / "jit"
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        foreign = _foreign(path)
+    except OSError as error:
+        foreign = str(error)
+    if foreign:
+        remedy = "kernels are generated anew in every process until it is"
+        rule = "be a folder that this user alone can write"
+        warn(message("te_flax", str(path), rule, foreign, remedy))
+        return None
+    return path
+
+
+def _sound(file: Path) -> bool:
+    """Whether a file is ours and whole."""
+    if _foreign(file):
+        return False
+    data = file.read_bytes()
+    body, tail = data[:-_TRAILER], data[-_TRAILER:]
+    return tail == hashlib.sha256(body).digest() + _MARK
+
+
+def load(backend: KernelBackend, name: str) -> Any | None:
+    """Returns a kernel from its file, or None.
+
+    Args:
+        backend: that made it.
+        name: of its FFI target.
+    """
+    base = folder()
+    for suffix in backend.suffixes if base else ():
+        file = Path(base, name + suffix)
+        if not file.exists():
+            continue
+        try:
+            if not _sound(file):
+                raise ValueError("it is damaged or not ours")
+            return backend.load(file)
+        except Exception as error:  # a loader raises what it likes
+            first = str(error).splitlines()[:1]
+            rule, remedy = "be a kernel", "it is deleted and generated again"
+            warn(message("te_flax", str(file), rule, first, remedy))
+            _delete(file)
+    return None
+
+
+def save(backend: KernelBackend, name: str, function: Any) -> None:
+    """Writes a kernel to its file, whole or not at all; never raises.
+
+    Args:
+        backend: that made it.
+        name: of its FFI target.
+        function: the kernel.
+    """
+    base = folder()
+    if base is None or not backend.suffixes:
+        return
+    try:
+        with tempfile.TemporaryDirectory(dir=base) as work:
+            file = backend.save(function, Path(work, name))
+            if file is None:
+                return
+            with file.open("ab") as stream:
+                stream.write(hashlib.sha256(file.read_bytes()).digest() + _MARK)
+            file.chmod(0o600)
+            file.replace(base / file.name)
+    except Exception as error:  # the kernel is there, only not kept
+        rule, remedy = "take a kernel", "it is generated anew in every process"
+        warn(message("te_flax", str(base), rule, error, remedy))
+
+
+def _delete(file: Path) -> None:
+    try:
+        file.unlink()
+    except OSError as error:
+        warn(f"te_flax: {file} could not be deleted: {error}")
