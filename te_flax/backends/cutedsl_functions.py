@@ -154,7 +154,7 @@ def squared_relu(x, value, slope):
 
 
 def linear(x, value, slope):
-    """x itself."""
+    """The number itself."""
     for j in range(PACK):
         value[j] = ptx.mul_ftz(x[j], 1.0)
         if slope is not None:

@@ -11,17 +11,19 @@ from cutlass import Float32, Int32, Int64, Uint8, Uint32
 from te_flax.backends import cutedsl_ptx as ptx
 from te_flax.backends.cutedsl_quantize import (
     ROWS,
-    SUM_ROWS,
     TILE,
     WARPS,
+    Place,
     Quantizer,
     ceil,
+    word,
 )
-from te_flax.backends.cutedsl_spec import Spec
+from te_flax.backends.cutedsl_spec import ROW_SUMS, Spec
 
 JOIN_COLUMNS, JOIN_ROWS = 32, 8  # of a block that joins sums, as JoinSums has them
 PASSED = ("noop", "dy", "x", "h", "row", "row_scale", "col", "col_scale")
 PASSED += ("amax", "sums")
+VIEWS = {"noop": Uint32, "amax": Uint32, "dbias": Float32, "sums": Float32}
 TYPES = {
     "float32": cutlass.Float32,
     "bfloat16": cutlass.BFloat16,
@@ -35,6 +37,10 @@ def _flat(tensor, dtype):
     """A tensor as a flat array of another type."""
     pointer = cute.recast_ptr(tensor.iterator, dtype=dtype)
     return cute.make_tensor(pointer, cute.make_layout(1))
+
+
+def _chained(lists) -> list:
+    return [item for one in lists for item in one]
 
 
 class Kernels(Quantizer):
@@ -66,38 +72,54 @@ class Kernels(Quantizer):
         lane, warp = tid % 32, tid // 32
         down, across = block, block
         if cutlass.const_expr(spec.dbias):  # 4 warps down, 2 across
-            groups = Int32(ceil(k, 2 * TILE))
+            groups = Int32((k + 127) >> 7)
             down, across = block // groups, block % groups
-            r0, c = down * SUM_ROWS + warp // 2 * 32, across * 128 + warp % 2 * TILE
+            r, pack = down * ROW_SUMS + warp // 2 * 32, across * 16 + warp % 2 * 8
         else:
-            tiles = Int32(ceil(k, 128) * 2) if spec.swizzled else Int32(ceil(k, TILE))
+            tiles = Int32((k + 127) >> 7) * 2 if spec.swizzled else Int32((k + 63) >> 6)
             tile = block * WARPS + warp
-            r0, c = tile // tiles * 32, tile % tiles * TILE
-        r0, c = r0 + lane // 8, c + lane % 8 * 8
-        words = self.words
-        slices = [
-            cute.make_rmem_tensor((words, ROWS), Uint32) for _ in range(spec.slices)
-        ]
-        for i in cutlass.range_constexpr(ROWS):
-            r = r0 + 4 * i
-            self._make(dy, x, m, k, r, c, (r < m) & (c < k), slices, i)
-        self._join_amax(slices, amax)
-        for s in cutlass.range_constexpr(spec.slices):
-            packs = slices[s]
-            if cutlass.const_expr(spec.h):
-                for i in cutlass.range_constexpr(ROWS):
-                    r = Int64(r0 + 4 * i)
-                    if (r < m) & (c < k):
-                        at = (r * spec.slices + s) * k + c
-                        self._store(packs[None, i], h, at, words)
-            if cutlass.const_expr(spec.row_format):
-                self._rows(packs, row, row_scale, s, m, k, r0, c)
-            if cutlass.const_expr(spec.col_format):
-                self._columns(packs, col, col_scale, s, m, k, r0, c)
+            r, pack = tile // tiles * 32, tile % tiles * 8
+        r, pack = r + lane // 8, Int64(pack + lane % 8)
+        valid = [word((r + 4 * i < m) & (pack * 8 < k)) for i in range(ROWS)]
+        at = Place(m, k >> 3, r, pack, valid)
+        made = self._made(dy, x, at)
+        slices = [[packs[s] for packs in made] for s in range(spec.slices)]
+        tops = [[self._largest(words) for words in packs] for packs in slices]
+        self.join_amax(_chained(slices), _chained(tops), amax)
         if cutlass.const_expr(spec.dbias):
             layout = cute.make_layout((spec.slices, 4, 128), stride=(512, 128, 1))
             shared = cutlass.utils.SmemAllocator().allocate_tensor(Float32, layout)
-            self._partial_sums(slices, sums, k, shared, down, across)
+        for s in cutlass.range_constexpr(spec.slices):
+            if cutlass.const_expr(spec.h):
+                for i in cutlass.range_constexpr(ROWS):
+                    place = (Int64(r + 4 * i) * spec.slices + s) * at.packs + pack
+                    self._store(h, place, slices[s][i], valid[i])
+            if cutlass.const_expr(spec.row_format is not None):
+                self.rows(slices[s], tops[s], row, row_scale, s, at)
+            if cutlass.const_expr(spec.col_format is not None):
+                self.columns(slices[s], col, col_scale, s, at)
+            if cutlass.const_expr(spec.dbias):
+                self.partial_sums(slices[s], s, shared)
+        if cutlass.const_expr(spec.dbias):
+            self.store_sums(shared, sums, k, down, across)
+
+    def occupancy(self) -> int:
+        """Blocks on a multiprocessor; one more would make registers spill."""
+        spec = self.spec
+        both = spec.row_format and spec.col_format
+        if spec.slices > 1 or (self.wide and (both or spec.activation)):
+            return 1
+        return 2 if self.wide or both or spec.activation else 3
+
+    def _made(self, dy, x, at: Place) -> list:
+        """The slices of each row; the loads of some rows are in flight together."""
+        group = max(1, ROWS // (self.spec.read_slices + self.spec.backward))
+        made = []
+        for first in range(0, ROWS, group):
+            rows = range(first, min(first + group, ROWS))
+            raw = [self.read(dy, x, at, i) for i in rows]
+            made += [self.make(found) for found in raw]
+        return made
 
     @cute.kernel
     def _join(self, noop, sums, dbias, n, width):
@@ -132,41 +154,40 @@ class Kernels(Quantizer):
         spec = self.spec
         given = dict(zip(spec.tensors, tensors, strict=True))
         flat = {
-            name: _flat(given[name], dtype) if name in given else None
-            for name, dtype in _views(spec).items()
+            name: _flat(given[name], VIEWS[name]) if name in VIEWS else given[name]
+            for name in given
         }
         read, width = cute.size(given["x"], mode=[1]), spec.read_slices
         m, k = Int64(cute.size(given["x"], mode=[0])), Int64(read) // width
-        self._clear(flat["noop"], flat["amax"]).launch(
+        self._clear(flat.get("noop"), flat["amax"]).launch(
             grid=[1, 1, 1], block=[2, 1, 1], stream=stream
         )
         if cutlass.const_expr(spec.dbias):
-            blocks = ceil(m, SUM_ROWS) * ceil(k, 2 * TILE)
+            blocks = ceil(m, ROW_SUMS) * ceil(k, 2 * TILE)
         elif cutlass.const_expr(spec.swizzled):
             blocks = ceil(ceil(m, 128) * 4 * ceil(k, 128) * 2, WARPS)
         else:
             blocks = ceil(ceil(m, 32) * ceil(k, TILE), WARPS)
-        self._tiles(*(flat[name] for name in PASSED), m, k).launch(
-            grid=[Int32(blocks), 1, 1], block=[32 * WARPS, 1, 1], stream=stream
+        self._tiles(*(flat.get(name) for name in PASSED), m, k).launch(
+            grid=[Int32(blocks), 1, 1],
+            block=[32 * WARPS, 1, 1],
+            min_blocks_per_mp=self.occupancy(),
+            preferred_smem_carveout=0 if spec.slices == 1 else 10,  # asks no GPU
+            stream=stream,
         )
         if cutlass.const_expr(spec.dbias):
-            total = k * spec.slices
+            parts, total = Int32(ceil(m, ROW_SUMS)), k * spec.slices
             self._join(
-                flat["noop"], flat["sums"], flat["dbias"], Int32(ceil(m, SUM_ROWS)), total
+                flat.get("noop"),
+                flat["sums"],
+                flat["dbias"],
+                Int32(ceil(m, ROW_SUMS)),
+                total,
             ).launch(
                 grid=[Int32(ceil(total, JOIN_COLUMNS)), 1, 1],
                 block=[JOIN_COLUMNS, JOIN_ROWS, 1],
                 stream=stream,
             )
-
-
-
-def _views(spec: Spec) -> dict:
-    """Name -> how the kernel sees the memory of an operand or result."""
-    words = ("noop", "dy", "x", "h", "row", "col", "amax")
-    found = dict.fromkeys(words, Uint32) | {"row_scale": Uint8}
-    found["col_scale"] = Uint8 if spec.swizzled else Uint32
-    return found | {"dbias": Float32, "sums": Float32}
 
 
 def _fakes(spec: Spec) -> list:

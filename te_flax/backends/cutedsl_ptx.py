@@ -96,11 +96,6 @@ def reciprocal(a):
     return _float("rcp.approx.ftz.f32 {$w0}, {$r0};", a)
 
 
-def max_words(a, b):
-    """The larger of two words."""
-    return _word("max.u32 {$w0}, {$r0}, {$r1};", a, b)
-
-
 def max_halves(a, b):
     """The larger ones of two pairs of 16-bit numbers."""
     return _word("max.u16x2 {$w0}, {$r0}, {$r1};", a, b)
@@ -134,10 +129,39 @@ def codes(a, b, c, d, format: str):
     return _word(ptx, *(Float32(v) for v in (a, b, c, d)))
 
 
-def raise_to(pointer, value):
-    """``*pointer = max(*pointer, value)``: integers, so in any order."""
+def load(address, valid):
+    """Four words; zeros unless ``valid``, a word, is one."""
+    return cute.arch.inline_ptx(
+        "{ .reg .pred p; setp.ne.u32 p, {$r1}, 0; "
+        "mov.b32 {$w0}, 0; mov.b32 {$w1}, 0; mov.b32 {$w2}, 0; mov.b32 {$w3}, 0; "
+        "@p ld.global.nc.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}]; }",
+        write_only_types=[Uint32] * 4,
+        read_only_args=[address, valid],
+    )
+
+
+def store(address, words, valid):
+    """Two or four words, if ``valid`` is one."""
+    place = ", ".join(f"{{$r{i + 2}}}" for i in range(len(words)))
+    cute.arch.inline_ptx(
+        "{ .reg .pred p; setp.ne.u32 p, {$r1}, 0; "
+        f"@p st.global.v{len(words)}.b32 [{{$r0}}], {{{place}}}; }}",
+        read_only_args=[address, valid, *words],
+    )
+
+
+def store_byte(address, word, valid):
+    """The lowest byte of a word, if ``valid`` is one."""
+    cute.arch.inline_ptx(
+        "{ .reg .pred p; setp.ne.u32 p, {$r1}, 0; @p st.global.b8 [{$r0}], {$r2}; }",
+        read_only_args=[address, valid, word],
+    )
+
+
+def raise_to(address, word):
+    """``*address = max(*address, word)``: integers, so in any order."""
     cute.arch.inline_ptx(
         "{ .reg .pred p; .reg .u32 t; ld.global.cg.u32 t, [{$r0}]; "
         "setp.gt.u32 p, {$r1}, t; @p red.global.max.u32 [{$r0}], {$r1}; }",
-        read_only_args=[pointer, value],
+        read_only_args=[address, word],
     )

@@ -5,9 +5,12 @@ A warp makes 32 rows x 64 columns as csrc/cuda/kernels/mxfp8_sink.cuh does: lane
 chooses 8 columns, lane / 8 the rows, so that two shuffles join a block of either kind.
 """
 
+import functools
+from typing import Any, NamedTuple
+
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int64, Uint8, Uint32
+from cutlass import Float32, Int64, Uint32
 
 from te_flax.backends import cutedsl_ptx as ptx
 from te_flax.backends.cutedsl_functions import FUNCTIONS, numbers
@@ -16,7 +19,6 @@ from te_flax.backends.cutedsl_spec import Spec
 ROWS = 8  # of a lane, 4 apart
 WARPS = 8
 TILE = 64  # columns of a warp
-SUM_ROWS = 128  # in one partial sum, as kSumRows of column_sum.cuh
 FORMAT_BIAS = {"e4m3": 8, "e5m2": 15}
 
 
@@ -27,14 +29,14 @@ def ceil(n, d: int):
 
 def _swizzled(r, c, columns):
     """Place of scale (r, c) in tiles of 128 x 4: SwizzledIndex of mxfp8_sink.cuh."""
-    tile = r // 128 * ceil(columns, 4) + c // 4
-    return tile * 512 + r % 32 * 16 + r % 128 // 32 * 4 + c % 4
+    tile = (r >> 7) * ((columns + 3) >> 2) + (c >> 2)
+    return tile * 512 + (r & 31) * 16 + ((r >> 5) & 3) * 4 + (c & 3)
 
 
 @cute.jit
 def _scale(amax, bias: cutlass.Constexpr):
     """The e8m0 byte of a block: BlockScale of numerics.cuh, which says why."""
-    e = ptx.max_words((amax + Uint32(0x1FFFFF)) >> 23, Uint32(bias)) - Uint32(bias)
+    e = max((amax + Uint32(0x1FFFFF)) >> 23, Uint32(bias)) - Uint32(bias)
     e = Uint32(254) if amax >= ptx.INF else e
     e = Uint32(255) if amax > ptx.INF else e
     return e
@@ -49,17 +51,47 @@ def _factor(e):
     return bits.bitcast(Float32)
 
 
+@cute.jit
+def _max(a, b):
+    return max(a, b)
+
+
+@cute.jit
+def word(condition):
+    """1 where a condition holds, else 0."""
+    return Uint32(1) if condition else Uint32(0)
+
+
+class Place(NamedTuple):
+    """Where a lane works. Packs are eight columns, counted along one slice.
+
+    Attributes:
+        m: rows of h.
+        packs: in a row of one slice.
+        r: its first row.
+        pack: its pack.
+        valid: words, of each of its rows: whether it has that row and the pack.
+    """
+
+    m: Any
+    packs: Any
+    r: Any
+    pack: Any
+    valid: list
+
+
 class Quantizer:
-    """The launches of one kernel: clear amax, all tiles, the sums over the rows."""
+    """What a lane does with its eight packs of each slice of h."""
 
     def __init__(self, spec: Spec):
         """Reads the static choices."""
         self.spec = spec
-        self.words = 8 if spec.dtype == "float32" else 4  # of eight numbers
+        self.wide = spec.dtype == "float32"
+        self.words = 8 if self.wide else 4  # of a pack
 
     def _bits(self, words, j: int):
         """The float32 bits of number j of eight."""
-        if self.spec.dtype == "float32":
+        if self.wide:
             return words[j]
         word = words[j // 2]
         if self.spec.dtype == "float16":
@@ -67,33 +99,29 @@ class Quantizer:
         return word & Uint32(0xFFFF0000) if j % 2 else word << 16
 
     def _larger(self, a, b):
-        wide = self.spec.dtype == "float32"
-        return ptx.max_words(a, b) if wide else ptx.max_halves(a, b)
+        return _max(a, b) if self.wide else ptx.max_halves(a, b)
 
     def _abs(self, word):
-        wide = self.spec.dtype == "float32"
-        return word & Uint32(ptx.ABS if wide else 0x7FFF7FFF)
+        return word & Uint32(ptx.ABS if self.wide else 0x7FFF7FFF)
 
     def _largest(self, words):
         """The float32 bits of the largest of eight magnitudes."""
         top = self._abs(words[0])
         for w in range(1, self.words):
             top = self._larger(top, self._abs(words[w]))
-        if self.spec.dtype == "float32":
-            return top
-        top = [top]
-        return ptx.max_words(self._bits(top, 0), self._bits(top, 1))
+        return top if self.wide else _max(self._bits([top], 0), self._bits([top], 1))
 
-    @cute.jit
-    def _load(self, source, index, valid, words):
-        if valid:
-            at = cute.assume(index // 8 * self.words, divby=4)
-            cute.autovec_copy(
-                cute.make_tensor(source.iterator + at, cute.make_layout(self.words)),
-                words,
-            )
-        else:
-            words.fill(Uint32(0))
+    def _load(self, source, index, valid):
+        """The words of a pack, zeros where it is not valid."""
+        address = source.iterator.toint() + index * (4 * self.words)
+        words = ptx.load(address, valid)
+        return (*words, *ptx.load(address + 16, valid)) if self.wide else words
+
+    def _store(self, target, index, words, valid):
+        """Stores the words of a pack of codes or numbers."""
+        address = target.iterator.toint() + index * (4 * len(words))
+        for first in range(0, len(words), 4):
+            ptx.store(address + 4 * first, words[first : first + 4], valid)
 
     def _widen(self, words):
         found = numbers()
@@ -101,170 +129,145 @@ class Quantizer:
             found[j] = self._bits(words, j).bitcast(Float32)
         return found
 
-    def _round(self, values, words):
-        for w in range(self.words):
-            if self.spec.dtype == "float32":
-                words[w] = values[w].bitcast(Uint32)
-            else:
-                lo, hi = values[2 * w], values[2 * w + 1]
-                words[w] = ptx.pair(lo, hi, self.spec.dtype)
+    def _round(self, values):
+        """The words of eight float32 in the dtype of h."""
+        if self.wide:
+            return tuple(values[j].bitcast(Uint32) for j in range(8))
+        pairs = ((values[j], values[j + 1]) for j in range(0, 8, 2))
+        return tuple(ptx.pair(lo, hi, self.spec.dtype) for lo, hi in pairs)
 
-    def _pack(self):
-        return cute.make_rmem_tensor((self.words,), Uint32)
-
-    def _make(self, dy, x, m, k, r, c, valid, packs, i):
-        """Makes pack i of each slice of h from what it is a function of."""
-        spec = self.spec
-        if not spec.activation:
-            return self._load(x, Int64(r) * k + c, valid, packs[0][None, i])
-        names = spec.activation.split(",")
-        found, slopes = [], []
-        for s, name in enumerate(names):
-            words, value = self._pack(), numbers()
-            slope = numbers() if spec.backward else None
-            self._load(x, (Int64(r) * len(names) + s) * k + c, valid, words)
-            FUNCTIONS[name](self._widen(words), value, slope)
-            found.append(value)
-            slopes.append(slope)
-        if not spec.backward:
-            return self._round(self._product(*found), packs[0][None, i])
-        words = self._pack()
-        self._load(dy, Int64(r) * k + c, valid, words)
-        dh = self._widen(words)
-        if len(names) == 1:
-            return self._round(self._product(dh, slopes[0]), packs[0][None, i])
-        first = self._product(self._product(dh, slopes[0]), found[1])
-        second = self._product(self._product(dh, found[0]), slopes[1])
-        self._round(first, packs[0][None, i])
-        return self._round(second, packs[1][None, i])
-
-    def _product(self, a, b=None):
-        if b is None:
-            return a
-        found = numbers()
-        for j in range(8):
-            found[j] = ptx.mul_ftz(a[j], b[j])
+    def read(self, dy, x, at: Place, i: int):
+        """Loads row i of what h is made of: the slices of x, then dy."""
+        r, count = Int64(at.r + 4 * i), self.spec.read_slices
+        places = [(r * count + s) * at.packs + at.pack for s in range(count)]
+        found = [self._load(x, place, at.valid[i]) for place in places]
+        if self.spec.backward:
+            found.append(self._load(dy, r * at.packs + at.pack, at.valid[i]))
         return found
 
+    def make(self, raw) -> list:
+        """The pack of each slice of h from what ``read`` returned."""
+        if not self.spec.activation:
+            return raw
+        values, slopes = [], []
+        for name, words in zip(self.spec.activation.split(","), raw, strict=False):
+            values.append(numbers())
+            slopes.append(numbers() if self.spec.backward else None)
+            FUNCTIONS[name](self._widen(words), values[-1], slopes[-1])
+        if not self.spec.backward:
+            return [self._round(functools.reduce(_product, values))]
+        dy = self._widen(raw[-1])
+        if len(values) == 1:
+            return [self._round(_product(dy, slopes[0]))]
+        first = _product(_product(dy, slopes[0]), values[1])
+        second = _product(_product(dy, values[0]), slopes[1])
+        return [self._round(first), self._round(second)]
+
     @cute.jit
-    def _codes(self, words, scales, target, index, valid, format: cutlass.Constexpr):
-        """Stores eight codes; scales: one, or one for each number."""
+    def _codes(self, words, scales, format: cutlass.Constexpr):
+        """The words of eight codes; scales: one, or one for each number."""
         y = numbers()
         infinite = Uint32(0)
-        for j in cutlass.range_constexpr(8):
-            e = scales[j % len(scales)]
-            y[j] = ptx.mul_ftz(self._bits(words, j).bitcast(Float32), _factor(e))
+        for e in scales:
             infinite = Uint32(1) if e == 254 else infinite
+        factors = [_factor(e) for e in scales]
+        for j in cutlass.range_constexpr(8):
+            v = self._bits(words, j).bitcast(Float32)
+            y[j] = ptx.mul_ftz(v, factors[j % len(scales)])
         if infinite != 0:  # 2^-127 is no normal number: the other half of it
             for j in cutlass.range_constexpr(8):
                 if scales[j % len(scales)] == 254:
                     y[j] = ptx.mul_ftz(y[j], 2.0**-64)
-        out = cute.make_rmem_tensor((2,), Uint32)
-        out[0] = ptx.codes(y[0], y[1], y[2], y[3], format)
-        out[1] = ptx.codes(y[4], y[5], y[6], y[7], format)
-        if valid:
-            self._store(out, target, index, 2)
+        low = ptx.codes(y[0], y[1], y[2], y[3], format)
+        return low, ptx.codes(y[4], y[5], y[6], y[7], format)
 
-    def _store(self, words, target, index, count: int):
-        at = cute.assume(index // 8 * count, divby=count if count < 4 else 4)
-        layout = cute.make_layout(count)
-        cute.autovec_copy(words, cute.make_tensor(target.iterator + at, layout))
+    def rows(self, packs, tops, row, row_scale, s: int, at: Place):
+        """Stores row codes and scales; every 32 numbers of a row are four lanes."""
+        spec = self.spec
+        stride, pack = at.packs * spec.slices, s * at.packs + at.pack
+        first = word(at.pack % 4 == 0)  # of the lanes of a block
+        for i in range(ROWS):
+            r, top = Int64(at.r + 4 * i), tops[i]
+            top = _max(top, cute.arch.shuffle_sync_bfly(top, 1))
+            top = _max(top, cute.arch.shuffle_sync_bfly(top, 2))
+            e = _scale(top, FORMAT_BIAS[spec.row_format])
+            codes = self._codes(packs[i], [e], spec.row_format)
+            self._store(row, r * stride + pack, codes, at.valid[i])
+            blocks, valid = stride >> 2, first & at.valid[i]
+            place = r * blocks + (pack >> 2)
+            if spec.swizzled:  # bytes of padding are zeros, and so is an empty block's
+                place = _swizzled(r, pack >> 2, blocks)
+                valid = first & word(r < ceil(at.m, 128) * 128)
+            ptx.store_byte(row_scale.iterator.toint() + place, e, valid)
 
-    @cute.jit
-    def _rows(self, packs, row, row_scale, s, m, k, r0, c):
-        """Row codes and scales; every 32 numbers of a row are four lanes."""
-        stride = k * self.spec.slices
-        for i in cutlass.range_constexpr(ROWS):
-            r = Int64(r0 + 4 * i)
-            top = self._largest(packs[None, i])
-            top = ptx.max_words(top, cute.arch.shuffle_sync_bfly(top, 1))
-            top = ptx.max_words(top, cute.arch.shuffle_sync_bfly(top, 2))
-            e = _scale(top, FORMAT_BIAS[self.spec.row_format])
-            valid = (r < m) & (c < k)
-            index = r * stride + s * k + c
-            args = (row, index, valid, self.spec.row_format)
-            self._codes(packs[None, i], [e], *args)
-            block = (s * k + c) // 32
-            if cutlass.const_expr(self.spec.swizzled):
-                if (c % 32 == 0) & (r < ceil(m, 128) * 128):
-                    row_scale[_swizzled(r, block, stride // 32)] = Uint8(e)
-            else:
-                if (c % 32 == 0) & valid:
-                    row_scale[r * (stride // 32) + block] = Uint8(e)
-
-    @cute.jit
-    def _columns(self, packs, col, col_scale, s, m, k, r0, c):
-        """Column codes and scales; every 32 numbers of a column are four lanes."""
-        stride = k * self.spec.slices
-        tops = self._pack()
-        for w in cutlass.range_constexpr(self.words):
-            tops[w] = self._abs(packs[w, 0])
-            for i in cutlass.range_constexpr(1, ROWS):
-                tops[w] = self._larger(tops[w], self._abs(packs[w, i]))
-            for distance in cutlass.range_constexpr(8, 24, 8):  # 8 and 16
-                other = cute.arch.shuffle_sync_bfly(tops[w], distance)
-                tops[w] = self._larger(tops[w], other)
-        bias = FORMAT_BIAS[self.spec.col_format]
+    def columns(self, packs, col, col_scale, s: int, at: Place):
+        """Stores column codes and scales; 32 numbers of a column are four lanes."""
+        spec = self.spec
+        stride, pack = at.packs * spec.slices, s * at.packs + at.pack
+        tops = []
+        for w in range(self.words):
+            top = functools.reduce(self._larger, [self._abs(p[w]) for p in packs])
+            for distance in (8, 16):
+                top = self._larger(top, cute.arch.shuffle_sync_bfly(top, distance))
+            tops.append(top)
+        bias = FORMAT_BIAS[spec.col_format]
         scales = [_scale(self._bits(tops, j), bias) for j in range(8)]
-        for i in cutlass.range_constexpr(ROWS):
-            r = Int64(r0 + 4 * i)
-            valid = (r < m) & (c < k)
-            args = (col, r * stride + s * k + c, valid, self.spec.col_format)
-            self._codes(packs[None, i], scales, *args)
-        first = r0 // 32
-        if cutlass.const_expr(self.spec.swizzled):
-            columns = m // 32
-            inside = (r0 < ceil(m, 128) * 128) & (c < ceil(k, 128) * 128)
-            if inside & (r0 % 32 == 0):
-                for j in cutlass.range_constexpr(8):
-                    at = _swizzled(Int64(c + j), Int64(first), columns)
-                    col_scale[at] = Uint8(scales[j])
-        else:
-            if (r0 % 32 == 0) & (r0 < m) & (c < k):
-                out = cute.make_rmem_tensor((2,), Uint32)
-                for half in cutlass.range_constexpr(2):
-                    a, b, d, e = scales[4 * half : 4 * half + 4]
-                    out[half] = a | (b << 8) | (d << 16) | (e << 24)
-                self._store(out, col_scale, Int64(first) * stride + s * k + c, 2)
+        for i in range(ROWS):
+            codes = self._codes(packs[i], scales, spec.col_format)
+            index = Int64(at.r + 4 * i) * stride + pack
+            self._store(col, index, codes, at.valid[i])
+        first, block = word(at.r % 32 == 0), Int64(at.r >> 5)
+        if not spec.swizzled:
+            words = [
+                a | (b << 8) | (c << 16) | (d << 24)
+                for a, b, c, d in (scales[:4], scales[4:])
+            ]
+            self._store(col_scale, block * stride + pack, words, first & at.valid[0])
+            return
+        valid = first & word(at.r < ceil(at.m, 128) * 128)
+        for j in range(8):  # of the transpose: the columns are its rows
+            place = _swizzled(pack * 8 + j, block, at.m >> 5)
+            ptx.store_byte(col_scale.iterator.toint() + place, scales[j], valid)
 
     @cute.jit
-    def _join_amax(self, slices, amax):
+    def join_amax(self, packs, tops, amax):
         """Joins what a warp has seen into amax[2], which starts as zeros."""
         finite, bad = Uint32(0), Uint32(0)
-        for packs in slices:
-            for i in cutlass.range_constexpr(ROWS):
-                finite = ptx.max_words(finite, self._largest(packs[None, i]))
+        for top in tops:
+            finite = max(finite, top)
         if finite >= ptx.INF:  # rare: look again for the largest finite one
             finite, bad = Uint32(0), Uint32(ptx.ONE)
-            for packs in slices:
-                for i in cutlass.range_constexpr(ROWS):
-                    for j in cutlass.range_constexpr(8):
-                        a = self._bits(packs[None, i], j) & Uint32(ptx.ABS)
-                        a = a if a < ptx.INF else Uint32(0)
-                        finite = ptx.max_words(finite, a)
+            for words in packs:
+                for j in cutlass.range_constexpr(8):
+                    a = self._bits(words, j) & Uint32(ptx.ABS)
+                    a = a if a < ptx.INF else Uint32(0)
+                    finite = max(finite, a)
         finite, bad = ptx.warp_max(finite), ptx.warp_max(bad)
         if cute.arch.lane_idx() == 0:
             if finite >= ptx.MIN_NORMAL:
                 ptx.raise_to(amax.iterator.toint(), finite)
             if bad != 0:
-                ptx.raise_to((amax.iterator + 1).toint(), bad)
+                ptx.raise_to(amax.iterator.toint() + 4, bad)
 
     @cute.jit
-    def _partial_sums(self, slices, sums, k, shared, down, across):
-        """Sums of 128 rows, in the order that column_sum.cuh lays down."""
+    def partial_sums(self, packs, s: cutlass.Constexpr, shared):
+        """Sums of 32 rows, in the order that column_sum.cuh lays down."""
         tid, _, _ = cute.arch.thread_idx()
         lane, warp = tid % 32, tid // 32
-        for s in cutlass.range_constexpr(self.spec.slices):
-            for j in cutlass.range_constexpr(8):
-                total = Float32(0.0)
-                for i in cutlass.range_constexpr(ROWS):
-                    bits = self._bits(slices[s][None, i], j)
-                    total = ptx.add_ftz(total, bits.bitcast(Float32))
-                for distance in cutlass.range_constexpr(8, 24, 8):
-                    other = cute.arch.shuffle_sync_bfly(total, distance)
-                    total = ptx.add_ftz(total, other)
-                if lane < 8:
-                    shared[s, warp // 2, warp % 2 * TILE + lane * 8 + j] = total
+        for j in cutlass.range_constexpr(8):
+            total = Float32(0.0)
+            for words in packs:
+                total = ptx.add_ftz(total, self._bits(words, j).bitcast(Float32))
+            for distance in (8, 16):
+                other = cute.arch.shuffle_sync_bfly(total, distance)
+                total = ptx.add_ftz(total, other)
+            if lane < 8:
+                shared[s, warp // 2, warp % 2 * TILE + lane * 8 + j] = total
+
+    @cute.jit
+    def store_sums(self, shared, sums, k, down, across):
+        """Stores the sums of 128 rows."""
+        tid, _, _ = cute.arch.thread_idx()
         cute.arch.sync_threads()
         s, column = tid // 128, tid % 128
         place = across * 128 + column
@@ -273,3 +276,10 @@ class Quantizer:
             for b in cutlass.range_constexpr(1, 4):
                 total = ptx.add_ftz(total, shared[s, b, column])
             sums[(Int64(down) * self.spec.slices + s) * k + place] = total
+
+
+def _product(a, b):
+    found = numbers()
+    for j in range(8):
+        found[j] = ptx.mul_ftz(a[j], b[j])
+    return found

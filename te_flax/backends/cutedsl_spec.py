@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 from te_flax.backends.protocol import JitKey
 
+ROW_SUMS = 128  # rows of h in one partial sum, as kSumRows of column_sum.cuh
 
 
 class Spec(NamedTuple):

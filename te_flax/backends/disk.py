@@ -89,29 +89,29 @@ def load(backend: KernelBackend, name: str) -> Any | None:
     return None
 
 
-def save(backend: KernelBackend, name: str, function: Any) -> None:
-    """Writes a kernel to its file, whole or not at all; never raises.
+def keep(file: Path) -> Path:
+    """Moves a new kernel's file to the folder, whole or not at all; never raises.
 
     Args:
-        backend: that made it.
-        name: of its FFI target.
-        function: the kernel.
+        file: with the name of the kernel's FFI target and a suffix.
+
+    Returns:
+        Where it is now; where it was if it cannot be kept.
     """
     base = folder()
-    if base is None or not backend.suffixes:
-        return
+    if base is None:
+        return file
     try:
+        body = file.read_bytes()
         with tempfile.TemporaryDirectory(dir=base) as work:
-            file = backend.save(function, Path(work, name))
-            if file is None:
-                return
-            with file.open("ab") as stream:
-                stream.write(hashlib.sha256(file.read_bytes()).digest() + _MARK)
-            file.chmod(0o600)
-            file.replace(base / file.name)
-    except Exception as error:  # the kernel is there, only not kept
+            sealed = Path(work, file.name)
+            sealed.write_bytes(body + hashlib.sha256(body).digest() + _MARK)
+            sealed.chmod(0o600)
+            return sealed.replace(base / file.name)
+    except OSError as error:
         rule, remedy = "take a kernel", "it is generated anew in every process"
         warn(message("te_flax", str(base), rule, error, remedy))
+        return file
 
 
 def _delete(file: Path) -> None:

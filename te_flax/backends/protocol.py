@@ -80,7 +80,7 @@ class KernelBackend:
         name: of the backend, in reports and errors.
         platform: where its kernels run, "cpu" or "cuda".
         shape_attrs: static attributes that change no code, only what ``view`` returns.
-        suffixes: of the files that ``save`` writes, the preferred one first.
+        suffixes: of the files that ``build`` makes, the preferred one first.
 
     Example:
         >>> class Nothing(KernelBackend):
@@ -120,16 +120,15 @@ class KernelBackend:
         """Returns how the kernel sees the call; by default as the op does."""
         return View(*(tuple(t.shape for t in side) for side in call[1:3]))
 
-    def build(self, key: JitKey) -> Any:
-        """Makes the kernel. One thread at a time is here."""
+    def build(self, key: JitKey, stem: Path) -> Any:
+        """Makes the kernel, or ``stem`` with a suffix: a file that ``load`` takes.
+
+        One thread at a time is here. Files are kept on disk for later processes.
+        """
         raise NotImplementedError(f"{self.name}: no kernel is made for {key.op}")
 
-    def save(self, function: Any, stem: Path) -> Path | None:
-        """Writes a kernel to ``stem`` with a suffix; None if it is not to be kept."""
-        return None
-
     def load(self, file: Path) -> Any:
-        """Returns the kernel of a file that ``save`` wrote."""
+        """Returns the kernel of a file that ``build`` made."""
         raise NotImplementedError(f"{self.name}: no kernel is kept in files")
 
     def register(self, name: str, function: Any) -> None:

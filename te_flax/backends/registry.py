@@ -4,9 +4,11 @@ import dataclasses
 import fnmatch
 import functools
 import hashlib
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -198,11 +200,13 @@ def _make(backend: KernelBackend, key: JitKey, name: str) -> str:
     if mine:
         try:
             with _building:
-                _fill(entry, backend, name, lambda: backend.build(key))
+                _fill(entry, backend, key, name)
         except Exception as error:
             text = f"{type(error).__name__}: {error}".strip().splitlines()[0]
             entry.error = f"failed: {text}"
-            disk.warn(f"{key.op}: no kernel of {backend.name}, building it {entry.error}")
+            disk.warn(
+                f"{key.op}: no kernel of {backend.name}, building it {entry.error}"
+            )
         except BaseException:  # interrupted: nothing is known of it
             with _lock:
                 del _entries[backend.name, key]
@@ -214,16 +218,16 @@ def _make(backend: KernelBackend, key: JitKey, name: str) -> str:
     return entry.error
 
 
-def _fill(
-    entry: _Entry, backend: KernelBackend, name: str, build: Callable[[], Any]
-) -> None:
+def _fill(entry: _Entry, backend: KernelBackend, key: JitKey, name: str) -> None:
     start = time.perf_counter()
     entry.origin = "from disk"
     function = _targets.get(name) or disk.load(backend, name)
     if function is None:
         entry.origin = "compiled"
-        function = build()
-        disk.save(backend, name, function)
+        with tempfile.TemporaryDirectory() as work:
+            function = backend.build(key, Path(work, name))
+            if isinstance(function, Path):
+                function = backend.load(disk.keep(function))
     if name not in _targets:
         backend.register(name, function)
         _targets[name] = function
@@ -345,6 +349,6 @@ def _counted(entries: list[_Entry]) -> str:
         took = f" ({sum(e.seconds for e in found):.1f} s)" * (origin == "compiled")
         parts += [f"{len(found)} {origin}{took}"] * bool(found)
     failed = [e.error for e in entries if e.error]
-    parts += [f"{len(failed)} {failed[0]}"] * bool(failed)
+    parts += [f"{len(failed)} {why}" for why in failed[:1]]
     plural = "s" * (len(entries) != 1)
     return f"{len(entries)} config{plural}: {', '.join(parts)}"

@@ -85,7 +85,9 @@ def _native(op, platform, ctx, *args, maps, attrs, impl):
     types = bare_types(ctx.avals_in, maps)
     kernel = _jit.find(op, platform, ctx, types, attrs, impl)
     if kernel is None or isinstance(kernel, str):
-        why = kernel if impl == "jit" else why_reference(op, platform, types, attrs, impl)
+        why = (
+            kernel if impl == "jit" else why_reference(op, platform, types, attrs, impl)
+        )
         if why or impl == "reference":
             params = {"maps": maps, "attrs": attrs, "impl": impl, "why": why}
             return _reference(op, platform, ctx, *args, **params)
