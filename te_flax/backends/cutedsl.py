@@ -67,8 +67,6 @@ class CuteDSL(KernelBackend):
         key = call.key
         if not key.arch.startswith("sm_") or int(key.arch[3:].rstrip("af")) < 89:
             return f"{key.arch} has no conversion to FP8"
-        if any(name in ("row", "col") for name in _values(call)):
-            return "a copy of values in bfloat16 is not generated"
         spec = spec_of(key)
         mixed = {*key.operands[int(spec.noop) :][: 1 + spec.backward]}
         mixed |= {key.attr("out_dtype", spec.dtype)}
@@ -159,13 +157,6 @@ def _open_runtime() -> None:
             ctypes.CDLL(str(file), mode=ctypes.RTLD_GLOBAL)
             return
     raise ImportError("nvidia_cutlass_dsl/cu*/lib/libcute_dsl_runtime.so is missing")
-
-
-def _values(call: Call) -> list[str]:
-    """Names of the results that are bfloat16 though they are copies of codes."""
-    spec = spec_of(call.key)
-    pairs = zip(spec.results, call.key.results, strict=True)
-    return [name for name, dtype in pairs if dtype == "bfloat16"]
 
 
 def _extent(call: Call) -> tuple[int, int]:

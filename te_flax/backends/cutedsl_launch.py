@@ -36,7 +36,7 @@ TYPES = {
 def _flat(tensor, dtype):
     """A tensor as a flat array of another type."""
     pointer = cute.recast_ptr(tensor.iterator, dtype=dtype)
-    return cute.make_tensor(pointer, cute.make_layout(1))
+    return cute.make_tensor(pointer, cute.make_layout(1 << 30, stride=1))
 
 
 def _chained(lists) -> list:
@@ -203,6 +203,9 @@ def _fakes(spec: Spec) -> list:
             kind, shape, stride_order=order, assumed_align=16
         )
 
+    def kind_of(format, values):
+        return TYPES["bfloat16" if values else format]
+
     def free(count):
         return [cute.sym_int64() for _ in range(count)]
 
@@ -211,8 +214,8 @@ def _fakes(spec: Spec) -> list:
         "dy": lambda: fake(dtype, m, k),
         "x": lambda: fake(dtype, m, given),
         "h": lambda: fake(dtype, m, width),
-        "row": lambda: fake(TYPES[spec.row_format], m, width),
-        "col": lambda: fake(TYPES[spec.col_format], m, width),
+        "row": lambda: fake(kind_of(spec.row_format, spec.row_values), m, width),
+        "col": lambda: fake(kind_of(spec.col_format, spec.col_values), m, width),
         "row_scale": lambda: fake(Uint8, *free(1 if spec.swizzled else 2)),
         "col_scale": lambda: fake(Uint8, *free(1 if spec.swizzled else 2)),
         "dbias": lambda: fake(Float32, width),

@@ -129,6 +129,20 @@ def codes(a, b, c, d, format: str):
     return _word(ptx, *(Float32(v) for v in (a, b, c, d)))
 
 
+def decoded(word, format: str):
+    """The four numbers of a word of FP8 codes, as two words of float16 pairs."""
+    convert = f"cvt.rn.f16x2.{format}x2"
+    return cute.arch.inline_ptx(
+        "{ .reg .b16 l, h; mov.b32 {l, h}, {$r0}; "
+        + convert
+        + " {$w0}, l; "
+        + convert
+        + " {$w1}, h; }",
+        write_only_types=[Uint32] * 2,
+        read_only_args=[word],
+    )
+
+
 def load(address, valid):
     """Four words; zeros unless ``valid``, a word, is one."""
     return cute.arch.inline_ptx(

@@ -181,6 +181,28 @@ class Quantizer:
         low = ptx.codes(y[0], y[1], y[2], y[3], format)
         return low, ptx.codes(y[4], y[5], y[6], y[7], format)
 
+    @cute.jit
+    def _values(self, codes, scales, format: cutlass.Constexpr):
+        """The words of eight codes' values in bfloat16: exact, or 0, or infinite."""
+        halves = [h for word in codes for h in ptx.decoded(word, format)]
+        found = []
+        for j in cutlass.range_constexpr(8):
+            e = scales[j % len(scales)]
+            first = (e >> 1) + Uint32(127 - 63)  # 2^(e - 127) in two normal factors
+            second = e - (e >> 1) + Uint32(127 - 64)
+            v = ptx.half_bits(halves[j // 2], bool(j % 2)).bitcast(Float32)
+            v = ptx.mul(v, (first << 23).bitcast(Float32))
+            bits = ptx.mul_ftz(v, (second << 23).bitcast(Float32)).bitcast(Uint32)
+            nan = (e == 255) | ((bits & Uint32(ptx.ABS)) > ptx.INF)
+            bits = Uint32(ptx.QUIET_NAN) if nan else bits
+            found.append(bits)
+        return [(found[j] >> 16) | found[j + 1] for j in range(0, 8, 2)]
+
+    def _copy(self, words, scales, format: str, values: bool):
+        """The words of a pack in a copy: eight codes, or their values."""
+        codes = self._codes(words, scales, format)
+        return self._values(codes, scales, format) if values else codes
+
     def rows(self, packs, tops, row, row_scale, s: int, at: Place):
         """Stores row codes and scales; every 32 numbers of a row are four lanes."""
         spec = self.spec
@@ -191,8 +213,8 @@ class Quantizer:
             top = _max(top, cute.arch.shuffle_sync_bfly(top, 1))
             top = _max(top, cute.arch.shuffle_sync_bfly(top, 2))
             e = _scale(top, FORMAT_BIAS[spec.row_format])
-            codes = self._codes(packs[i], [e], spec.row_format)
-            self._store(row, r * stride + pack, codes, at.valid[i])
+            copy = self._copy(packs[i], [e], spec.row_format, spec.row_values)
+            self._store(row, r * stride + pack, copy, at.valid[i])
             blocks, valid = stride >> 2, first & at.valid[i]
             place = r * blocks + (pack >> 2)
             if spec.swizzled:  # bytes of padding are zeros, and so is an empty block's
@@ -213,9 +235,9 @@ class Quantizer:
         bias = FORMAT_BIAS[spec.col_format]
         scales = [_scale(self._bits(tops, j), bias) for j in range(8)]
         for i in range(ROWS):
-            codes = self._codes(packs[i], scales, spec.col_format)
+            copy = self._copy(packs[i], scales, spec.col_format, spec.col_values)
             index = Int64(at.r + 4 * i) * stride + pack
-            self._store(col, index, codes, at.valid[i])
+            self._store(col, index, copy, at.valid[i])
         first, block = word(at.r % 32 == 0), Int64(at.r >> 5)
         if not spec.swizzled:
             words = [

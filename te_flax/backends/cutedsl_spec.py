@@ -14,6 +14,8 @@ class Spec(NamedTuple):
         dtype: of x and dy, which h and the sums over it are rounded to.
         row_format: of the row codes, or None.
         col_format: of the column codes, or None.
+        row_values: whether the row copy holds the values of its codes in bfloat16.
+        col_values: likewise.
         swizzled: whether the scales are in tiles of 128 x 4.
         noop: whether a flag keeps the previous results.
         h: whether h itself is a result.
@@ -25,6 +27,8 @@ class Spec(NamedTuple):
     dtype: str
     row_format: str | None
     col_format: str | None
+    row_values: bool
+    col_values: bool
     swizzled: bool
     noop: bool
     h: bool
@@ -66,15 +70,21 @@ class Spec(NamedTuple):
 
 def spec_of(key: JitKey) -> Spec:
     """Reads the choices of a key."""
-    backward = key.op.startswith("act_bwd")
-    return Spec(
+    found = Spec(
         dtype=key.operands[int(key.attr("noop", False))],
         row_format=key.attr("row_format"),
         col_format=key.attr("col_format"),
+        row_values=False,
+        col_values=False,
         swizzled=key.attr("swizzled", False),
         noop=key.attr("noop", False),
         h=key.attr("h", False),
         dbias=key.attr("dbias", False),
         activation=key.attr("activation", ""),
-        backward=backward,
+        backward=key.op.startswith("act_bwd"),
+    )
+    dtypes = dict(zip(found.results, key.results, strict=True))
+    return found._replace(
+        row_values=dtypes.get("row") == "bfloat16",
+        col_values=dtypes.get("col") == "bfloat16",
     )
