@@ -181,7 +181,7 @@ class Kernels(Quantizer):
                 flat.get("noop"),
                 flat["sums"],
                 flat["dbias"],
-                Int32(ceil(m, ROW_SUMS)),
+                parts,
                 total,
             ).launch(
                 grid=[Int32(ceil(total, JOIN_COLUMNS)), 1, 1],

@@ -80,6 +80,7 @@ class KernelBackend:
         name: of the backend, in reports and errors.
         platform: where its kernels run, "cpu" or "cuda".
         shape_attrs: static attributes that change no code, only what ``view`` returns.
+        bridge: further arguments of ``jax_tvm_ffi.register_ffi_target``.
         suffixes: of the files that ``build`` makes, the preferred one first.
 
     Example:
@@ -95,6 +96,7 @@ class KernelBackend:
     name: str
     platform: str = "cuda"
     shape_attrs: tuple[str, ...] = ()
+    bridge: Mapping[str, Any] = {}
     suffixes: tuple[str, ...] = ()
 
     def version(self) -> str:
@@ -141,4 +143,5 @@ class KernelBackend:
             ["args", "rets"],
             platform="gpu" if self.platform == "cuda" else "cpu",
             allow_cuda_graph=self.platform == "cuda",
+            **self.bridge,
         )

@@ -204,9 +204,7 @@ def _make(backend: KernelBackend, key: JitKey, name: str) -> str:
         except Exception as error:
             text = f"{type(error).__name__}: {error}".strip().splitlines()[0]
             entry.error = f"failed: {text}"
-            disk.warn(
-                f"{key.op}: no kernel of {backend.name}, building it {entry.error}"
-            )
+            disk.warn(f"{key.op}: building a kernel of {backend.name} {entry.error}")
         except BaseException:  # interrupted: nothing is known of it
             with _lock:
                 del _entries[backend.name, key]

@@ -17,7 +17,9 @@ TYPES |= {"f32": np.float32, "u16": np.uint16}
 
 
 def _flush(x):
-    return np.where(np.abs(x) < np.float32(2.0**-126), np.copysign(0, x), x).astype("f4")
+    return np.where(np.abs(x) < np.float32(2.0**-126), np.copysign(0, x), x).astype(
+        "f4"
+    )
 
 
 def _codes(a, dtype):
@@ -35,7 +37,9 @@ def _max_halves(a, b):
 
 
 def _nan_first(pick):
-    return lambda a, b: np.where(np.isnan(a) | np.isnan(b), np.float32("nan"), pick(a, b))
+    return lambda a, b: np.where(
+        np.isnan(a) | np.isnan(b), np.float32("nan"), pick(a, b)
+    )
 
 
 def _fma(a, b, c):
@@ -43,15 +47,18 @@ def _fma(a, b, c):
 
 
 def _pair(dtype):
-    return lambda hi, lo: lo.astype(dtype).view("u2").astype("u4") | (
-        hi.astype(dtype).view("u2").astype("u4") << 16
+    return lambda hi, lo: (
+        lo.astype(dtype).view("u2").astype("u4")
+        | (hi.astype(dtype).view("u2").astype("u4") << 16)
     )
 
 
 def _shift(a, n, way):
     bits = 8 * a.dtype.itemsize
     n = n.astype(a.dtype)
-    return way(a, np.minimum(n, bits - 1)) * (n < bits if way is not np.right_shift else 1)
+    return way(a, np.minimum(n, bits - 1)) * (
+        n < bits if way is not np.right_shift else 1
+    )
 
 
 FTZ = lambda op: lambda *x: _flush(op(*map(_flush, x)))
@@ -179,7 +186,9 @@ class Grid:
 
     def address(self, text, shared=False):
         base, _, offset = text.strip("[]").partition("+")
-        return self.read(base, "b32" if shared else "b64").astype("i8") + int(offset or 0)
+        return self.read(base, "b32" if shared else "b64").astype("i8") + int(
+            offset or 0
+        )
 
     def compute(self, op, args):
         words = op.split(".")
@@ -211,7 +220,9 @@ class Grid:
                 self.write(part.strip(), (word >> (16 * i)).astype("u2"))
             return None
         if args[1].startswith("{"):
-            lo, hi = (self.read(p.strip(), "b16") for p in args[1].strip("{}").split(","))
+            lo, hi = (
+                self.read(p.strip(), "b16") for p in args[1].strip("{}").split(",")
+            )
             return self.write(args[0], lo.astype("u4") | (hi.astype("u4") << 16))
         counts = {"shl": "b32", "shr": "b32"}
         kinds = [kind, counts.get(name, kind), kind]
@@ -220,7 +231,9 @@ class Grid:
 
     def shuffle(self, how, args):
         lane = self.lanes % 32
-        source = lane ^ int(args[2]) if how == "bfly" else np.full_like(lane, int(args[2]))
+        source = (
+            lane ^ int(args[2]) if how == "bfly" else np.full_like(lane, int(args[2]))
+        )
         all_threads = self.lanes - lane + source
         self.write(args[0], self.registers[args[1]][all_threads].astype("u4"))
 

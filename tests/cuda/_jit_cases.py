@@ -59,7 +59,9 @@ class JitCase(NamedTuple):
         """Operands: every pattern, in runs of like ones and mixed."""
         rng = np.random.default_rng(3)
         found = []
-        for t, name in zip(self.types(), [a.name for a in self.op.dims.ins], strict=True):
+        for t, name in zip(
+            self.types(), [a.name for a in self.op.dims.ins], strict=True
+        ):
             if name == "noop":
                 found.append(np.zeros(1, np.float32))
             elif name.startswith("prev_"):
@@ -74,7 +76,9 @@ class JitCase(NamedTuple):
         return found
 
 
-def _attrs(op: KernelOp, dtype: np.dtype, activation="gelu", formats=("e4m3", "e4m3")):
+def attributes(
+    op: KernelOp, dtype: np.dtype, activation="gelu", formats=("e4m3", "e4m3")
+):
     given = dict(zip(("row_format", "col_format"), formats, strict=True))
     given |= {"k_ndim": 1, "out_dtype": dtype.name, "activation": activation}
     return {name: (given | PARAMETERS)[name] for name in op.attrs}
@@ -91,19 +95,24 @@ def cases() -> list[JitCase]:
     found = []
     for op in ops():
         m = M if "col" in op.name else 45
-        found.append(JitCase(op, BF16, _attrs(op, BF16), m))
+        found.append(JitCase(op, BF16, attributes(op, BF16), m))
     both = REGISTRY["quantize_mxfp8_rowcol"]
     values = REGISTRY["quantize_mxfp8_rowcol_rowcolvalues"]
     swizzled = REGISTRY["quantize_mxfp8_rowcol_swizzled"]
     sums = REGISTRY["quantize_dbias_mxfp8_rowcol_dbias"]
-    fwd, bwd = REGISTRY["act_fwd_mxfp8_rowcol_h"], REGISTRY["act_bwd_mxfp8_rowcol_h_dbias"]
+    fwd, bwd = (
+        REGISTRY["act_fwd_mxfp8_rowcol_h"],
+        REGISTRY["act_bwd_mxfp8_rowcol_h_dbias"],
+    )
     for op, dtype in itertools.product((both, values, swizzled, sums), (F32, F16)):
-        found.append(JitCase(op, dtype, _attrs(op, dtype, formats=("e5m2", "e4m3"))))
+        found.append(
+            JitCase(op, dtype, attributes(op, dtype, formats=("e5m2", "e4m3")))
+        )
     for op, dtype in itertools.product((fwd, bwd), (F32, F16)):
-        found.append(JitCase(op, dtype, _attrs(op, dtype)))
+        found.append(JitCase(op, dtype, attributes(op, dtype)))
     for op, name in itertools.product((fwd, bwd), ACTIVATIONS):
         if name != "gelu" and "clamped" not in name:
-            found.append(JitCase(op, BF16, _attrs(op, BF16, name)))
+            found.append(JitCase(op, BF16, attributes(op, BF16, name)))
     return found
 
 
@@ -113,12 +122,12 @@ def shape_cases() -> list[JitCase]:
     for name in ("row", "row_swizzled"):
         op = REGISTRY[f"quantize_mxfp8_{name}"]
         for shape in ((1, 32), (7, 64), (129, 4096), (300, 224)):
-            found.append(JitCase(op, BF16, _attrs(op, BF16), *shape))
+            found.append(JitCase(op, BF16, attributes(op, BF16), *shape))
     names = ("quantize_mxfp8_rowcol", "quantize_mxfp8_rowcol_swizzled")
     for name in (*names, "quantize_dbias_mxfp8_rowcol_dbias"):
         op = REGISTRY[name]
         for shape in ((32, 32), (256, 256), (64, 4064), (1056, 96)):
-            found.append(JitCase(op, BF16, _attrs(op, BF16), *shape))
+            found.append(JitCase(op, BF16, attributes(op, BF16), *shape))
     return found
 
 

@@ -11,7 +11,7 @@ from _jit_cases import (
     BF16,
     JIT,
     JitCase,
-    _attrs,
+    attributes,
     both_ways,
     cases,
     large,
@@ -56,7 +56,7 @@ NOOP += ("quantize_dbias_mxfp8_rowcol_dbias_noop", "act_bwd_mxfp8_rowcol_h_dbias
 @pytest.mark.parametrize("name", NOOP)
 def test_noop_leaves_the_results_alone(name):
     op = REGISTRY[name]
-    case = JitCase(op, BF16, _attrs(op, BF16))
+    case = JitCase(op, BF16, attributes(op, BF16))
     flag, *arrays = case.draw()
     previous = arrays[len(case.shapes()) - 1 :]
     call = both_ways(case).lower(flag, *arrays).compile()
@@ -76,7 +76,7 @@ def bytes_of(array):
 @pytest.mark.parametrize("name", ["quantize_mxfp8_rowcol", NOOP[2]])
 def test_command_buffers(name, graphs):
     op = REGISTRY[name]
-    case = JitCase(op, BF16, _attrs(op, BF16))
+    case = JitCase(op, BF16, attributes(op, BF16))
     size = 1 if graphs else 1_000_000
     arrays = case.draw()
     agree(*run(case, arrays, xla_gpu_graph_min_graph_size=size))
@@ -85,7 +85,7 @@ def test_command_buffers(name, graphs):
 @pytest.mark.parametrize("start", [0, 3, 160, 1000])
 def test_slices_at_any_offset(start):
     op = REGISTRY["quantize_mxfp8_rowcol"]
-    case = JitCase(op, BF16, _attrs(op, BF16))
+    case = JitCase(op, BF16, attributes(op, BF16))
     (x,) = case.draw()
     call = lambda x: op(x, impl=JIT, **case.attrs)
 
@@ -98,7 +98,7 @@ def test_slices_at_any_offset(start):
 
 def test_vmap_runs_the_kernel_for_each_entry():
     op = REGISTRY["quantize_mxfp8_rowcol"]
-    attrs = _attrs(op, BF16)
+    attrs = attributes(op, BF16)
     x = np.random.default_rng(0).standard_normal((3, 64, 96)).astype(BF16)
     call = lambda x: op(x, impl=JIT, **attrs)
     found = jax.jit(jax.vmap(call))(x)
@@ -108,7 +108,7 @@ def test_vmap_runs_the_kernel_for_each_entry():
 
 def test_more_than_two_billion_elements():
     op = REGISTRY["quantize_mxfp8_rowcol"]
-    case = JitCase(op, BF16, _attrs(op, BF16))
+    case = JitCase(op, BF16, attributes(op, BF16))
 
     @jax.jit
     def equal(x):
@@ -126,7 +126,9 @@ def test_a_layer_with_one_switch(capsys):
 
     def loss():
         with te.autocast(te.MXFP8BlockScaling()):
-            return te.value_and_grad(lambda m, x: m(x).astype(jnp.float32).sum())(layer, x)
+            return te.value_and_grad(lambda m, x: m(x).astype(jnp.float32).sum())(
+                layer, x
+            )
 
     expected = jax.tree.leaves(loss())
     with te.kernels("quantize=jit"):
