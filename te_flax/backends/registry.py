@@ -232,6 +232,13 @@ def _fill(entry: _Entry, backend: KernelBackend, key: JitKey, name: str) -> None
     entry.seconds = time.perf_counter() - start
 
 
+def made() -> Iterator[tuple[JitKey, str, float]]:
+    """Yields key, origin ("compiled" or "from disk") and seconds of each kernel."""
+    for (_, key), entry in list(_entries.items()):
+        if entry.done.is_set() and not entry.error:
+            yield key, entry.origin, entry.seconds
+
+
 def reset() -> None:
     """Forgets which kernels could not be made, so that they are tried again.
 
