@@ -1,8 +1,8 @@
 """Generated kernels on disk: ``jit`` in the folder of TE_FLAX_CACHE.
 
 The files are code, so the folder and they must belong to this user and to nobody else.
-Each ends with the hash of what comes before it. What is damaged is deleted and made
-again; where there is no folder to use, every process makes its kernels.
+Each ends with the hash of what comes before it. What is damaged is deleted; that, and
+what does not load, is made again. Without a folder every process makes its kernels.
 """
 
 import functools
@@ -78,14 +78,14 @@ def load(backend: KernelBackend, name: str) -> Any | None:
         if not file.exists():
             continue
         try:
-            if not _sound(file):
-                raise ValueError("it is damaged or not ours")
-            return backend.load(file)
+            if _sound(file):
+                return backend.load(file)
+            why: object = "a damaged one, or one that others can write"
+            file.unlink()
         except Exception as error:  # a loader raises what it likes
-            first = str(error).splitlines()[:1]
-            rule, remedy = "be a kernel", "it is deleted and generated again"
-            warn(message("te_flax", str(file), rule, first, remedy))
-            _delete(file)
+            why = error
+        rule, remedy = "be a kernel of this user", "it is generated again"
+        warn(message("te_flax", str(file), rule, why, remedy))
     return None
 
 
@@ -112,10 +112,3 @@ def keep(file: Path) -> Path:
         rule, remedy = "take a kernel", "it is generated anew in every process"
         warn(message("te_flax", str(base), rule, error, remedy))
         return file
-
-
-def _delete(file: Path) -> None:
-    try:
-        file.unlink()
-    except OSError as error:
-        warn(f"te_flax: {file} could not be deleted: {error}")
