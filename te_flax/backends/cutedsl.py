@@ -131,7 +131,7 @@ class CuteDSL(KernelBackend):
     def load(self, file: Path) -> Any:
         """Links the file to the DSL's runtime in this process."""
         if file.suffix == ".so":
-            import tvm_ffi
+            import tvm_ffi  # pyright: ignore[reportMissingImports]
 
             _open_runtime()
             module = tvm_ffi.load_module(str(file))

@@ -205,15 +205,15 @@ class Quantizer:
 
     def rows(self, packs, tops, row, row_scale, s: int, at: Place):
         """Stores row codes and scales; every 32 numbers of a row are four lanes."""
-        spec = self.spec
+        spec, format = self.spec, self.spec.row_format or ""
         stride, pack = at.packs * spec.slices, s * at.packs + at.pack
         first = word(at.pack % 4 == 0)  # of the lanes of a block
         for i in range(ROWS):
             r, top = Int64(at.r + 4 * i), tops[i]
             top = _max(top, cute.arch.shuffle_sync_bfly(top, 1))
             top = _max(top, cute.arch.shuffle_sync_bfly(top, 2))
-            e = _scale(top, FORMAT_BIAS[spec.row_format])
-            copy = self._copy(packs[i], [e], spec.row_format, spec.row_values)
+            e = _scale(top, FORMAT_BIAS[format])
+            copy = self._copy(packs[i], [e], format, spec.row_values)
             self._store(row, r * stride + pack, copy, at.valid[i])
             blocks, valid = stride >> 2, first & at.valid[i]
             place = r * blocks + (pack >> 2)
@@ -224,7 +224,7 @@ class Quantizer:
 
     def columns(self, packs, col, col_scale, s: int, at: Place):
         """Stores column codes and scales; 32 numbers of a column are four lanes."""
-        spec = self.spec
+        spec, format = self.spec, self.spec.col_format or ""
         stride, pack = at.packs * spec.slices, s * at.packs + at.pack
         tops = []
         for w in range(self.words):
@@ -232,10 +232,10 @@ class Quantizer:
             for distance in (8, 16):
                 top = self._larger(top, cute.arch.shuffle_sync_bfly(top, distance))
             tops.append(top)
-        bias = FORMAT_BIAS[spec.col_format]
+        bias = FORMAT_BIAS[format]
         scales = [_scale(self._bits(tops, j), bias) for j in range(8)]
         for i in range(ROWS):
-            copy = self._copy(packs[i], scales, spec.col_format, spec.col_values)
+            copy = self._copy(packs[i], scales, format, spec.col_values)
             index = Int64(at.r + 4 * i) * stride + pack
             self._store(col, index, copy, at.valid[i])
         first, block = word(at.r % 32 == 0), Int64(at.r >> 5)

@@ -73,8 +73,10 @@ def load(backend: KernelBackend, name: str) -> Any | None:
         name: of its FFI target.
     """
     base = folder()
-    for suffix in backend.suffixes if base else ():
-        file = Path(base, name + suffix)
+    if base is None:
+        return None
+    for suffix in backend.suffixes:
+        file = base / (name + suffix)
         if not file.exists():
             continue
         try:

@@ -120,7 +120,8 @@ class KernelBackend:
 
     def view(self, call: Call) -> View:
         """Returns how the kernel sees the call; by default as the op does."""
-        return View(*(tuple(t.shape for t in side) for side in call[1:3]))
+        shapes = lambda types: tuple(t.shape for t in types)
+        return View(shapes(call.operands), shapes(call.results))
 
     def build(self, key: JitKey, stem: Path) -> Any:
         """Makes the kernel, or ``stem`` with a suffix: a file that ``load`` takes.
@@ -135,7 +136,7 @@ class KernelBackend:
 
     def register(self, name: str, function: Any) -> None:
         """Makes the kernel the FFI target ``name`` of this process."""
-        import jax_tvm_ffi
+        import jax_tvm_ffi  # pyright: ignore[reportMissingImports]
 
         jax_tvm_ffi.register_ffi_target(
             name,

@@ -25,10 +25,10 @@ class Fake(KernelBackend):
         self.name = name
         self.missing, self.refuses, self.fails = missing, refuses, fails
         self.built, self.named, self.asked = [], [], 0
-        self.source = "1"
+        self.source, self.release = "1", "1.0"
 
     def version(self):
-        return "1.0"
+        return self.release
 
     def source_hash(self):
         return self.source
@@ -79,7 +79,7 @@ class Called(Fake):
         self.function = function
 
     def build(self, key, stem):
-        import tvm_ffi
+        import tvm_ffi  # pyright: ignore[reportMissingImports]
 
         return tvm_ffi.convert(lambda *tensors: self.function(*map(as_numpy, tensors)))
 
@@ -94,7 +94,7 @@ def as_numpy(tensor) -> np.ndarray:
     dtype = jnp.dtype(str(tensor.dtype))
     count = int(np.prod(tensor.shape)) * dtype.itemsize
     memory = (ctypes.c_uint8 * count).from_address(tensor.data_ptr())
-    return np.frombuffer(memory, dtype).reshape(tuple(tensor.shape))
+    return np.frombuffer(memoryview(memory), dtype).reshape(tuple(tensor.shape))
 
 
 def configure(monkeypatch, **fields) -> None:

@@ -215,7 +215,7 @@ class Grid:
             a, b = (self.read(x, kind).astype(WIDE[kind]) for x in args[1:])
             return self.write(args[0], a * b)
         if "{" in args[0]:
-            word = self.read(args[1], "b32")
+            word = np.asarray(self.read(args[1], "b32"), np.uint32)
             for i, part in enumerate(args[0].strip("{}").split(",")):
                 self.write(part.strip(), (word >> (16 * i)).astype("u2"))
             return None

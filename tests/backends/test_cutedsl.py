@@ -199,7 +199,7 @@ def test_the_ptx_gives_the_bits_of_the_oracle(name, tmp_path):
         assert got[result].tobytes() == wanted.tobytes(), result
     if of.dbias:
         wide = h.astype(np.float64)
-        finite = np.isfinite(wide).all(0)
+        finite = np.abs(wide).sum(0) < 2.0**127
         bound = sum_bound(m, np.abs(wide).sum(0))
         close_to(got["dbias"][finite], wide.sum(0)[finite], bound[finite])
     if of.noop:
@@ -265,7 +265,9 @@ def test_one_compilation_serves_processes_shapes_and_threads(hopper, monkeypatch
         registry._targets.clear()
         monkeypatch.setattr(CuteDSL, "register", lambda *_: None)  # it was, for ever
         if damage:
-            file.write_bytes(file.read_bytes()[:9000])
+            start = file.read_bytes()[:9000]
+            file.unlink()  # this process has mapped it
+            file.write_bytes(start)
         assert target in lowered(X)
         origin = "compiled" if damage else "from disk"
         assert [origin for _, origin, _ in registry.made()] == [origin]
