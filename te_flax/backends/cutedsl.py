@@ -50,8 +50,8 @@ class CuteDSL(KernelBackend):
 
     @functools.cache  # noqa: B019 - one instance, which lives as long as the process
     def source_hash(self) -> str:
-        """Of all files of this backend, and of the bridge to XLA."""
-        files = sorted(Path(__file__).parent.glob("cutedsl*.py"))
+        """Of the kernels' files, and of all versions."""
+        files = sorted(Path(__file__).parent.glob("cutedsl_*.py"))
         text = b"".join(file.read_bytes() for file in files)
         return hashlib.sha256(text + repr(_versions()).encode()).hexdigest()
 

@@ -1,4 +1,5 @@
-# pyright: reportMissingImports=false
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+# pyright: reportCallIssue=false
 """The launches of the MXFP8 quantizers, and how they are compiled without a GPU."""
 
 import ctypes

@@ -138,11 +138,7 @@ class KernelBackend:
         """Makes the kernel the FFI target ``name`` of this process."""
         import jax_tvm_ffi  # pyright: ignore[reportMissingImports]
 
-        jax_tvm_ffi.register_ffi_target(
-            name,
-            function,
-            ["args", "rets"],
-            platform="gpu" if self.platform == "cuda" else "cpu",
-            allow_cuda_graph=self.platform == "cuda",
-            **self.bridge,
-        )
+        cuda = self.platform == "cuda"
+        options = {"platform": "gpu" if cuda else "cpu", "allow_cuda_graph": cuda}
+        options |= self.bridge
+        jax_tvm_ffi.register_ffi_target(name, function, ["args", "rets"], **options)
