@@ -8,6 +8,7 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint8, Uint32
+from cutlass.memory import SmemAllocator
 
 from te_flax.backends import cutedsl_ptx as ptx
 from te_flax.backends.cutedsl_quantize import (
@@ -89,7 +90,7 @@ class Kernels(Quantizer):
         self.join_amax(_chained(slices), _chained(tops), amax)
         if cutlass.const_expr(spec.dbias):
             layout = cute.make_layout((spec.slices, 4, 128), stride=(512, 128, 1))
-            shared = cutlass.utils.SmemAllocator().allocate_tensor(Float32, layout)
+            shared = SmemAllocator().allocate_tensor(Float32, layout)
         for s in cutlass.range_constexpr(spec.slices):
             if cutlass.const_expr(spec.h):
                 for i in cutlass.range_constexpr(ROWS):
@@ -140,7 +141,7 @@ class Kernels(Quantizer):
             for r in cutlass.range(y, n, JOIN_ROWS, unroll=8):
                 total = ptx.add_ftz(total, sums[Int64(r) * width + column])
         layout = cute.make_layout((JOIN_ROWS, JOIN_COLUMNS), stride=(JOIN_COLUMNS, 1))
-        shared = cutlass.utils.SmemAllocator().allocate_tensor(Float32, layout)
+        shared = SmemAllocator().allocate_tensor(Float32, layout)
         shared[y, x] = total
         cute.arch.sync_threads()
         if (y == 0) & (column < width):

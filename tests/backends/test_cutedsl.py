@@ -166,7 +166,6 @@ def x_of(of, m, k):
     return x
 
 
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 @pytest.mark.parametrize("name", KERNELS)
 def test_compiles_without_a_gpu_to_named_instructions(name, arch, tmp_path):
@@ -178,7 +177,6 @@ def test_compiles_without_a_gpu_to_named_instructions(name, arch, tmp_path):
     assert not re.search(r"\.local\b", text), "an array is not in registers"
 
 
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", KERNELS)
 def test_the_ptx_gives_the_bits_of_the_oracle(name, tmp_path):
     dsl()
@@ -208,7 +206,6 @@ def test_the_ptx_gives_the_bits_of_the_oracle(name, tmp_path):
         assert all(kept[n].tobytes() == a.tobytes() for n, a in arrays.items())
 
 
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.slow
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize(
@@ -249,7 +246,6 @@ def lowered(x, how="quantize_mxfp8*=jit"):
 X = jnp.ones((64, 64), jnp.bfloat16)
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_one_compilation_serves_processes_shapes_and_threads(hopper, monkeypatch):
     with ThreadPoolExecutor(8) as threads:
         shapes = [(8 * i + 8, 32 * i + 32) for i in range(8)]
@@ -273,7 +269,6 @@ def test_one_compilation_serves_processes_shapes_and_threads(hopper, monkeypatch
         assert [origin for _, origin, _ in registry.made()] == [origin]
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_a_broken_source_falls_back_or_says_its_first_line(hopper, monkeypatch, caplog):
     from te_flax.backends import cutedsl_launch
 
