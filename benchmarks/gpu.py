@@ -21,11 +21,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 import te_flax as te
-from benchmarks import attention_gpu
+from benchmarks import attention_gpu, jit_gpu
 from benchmarks.baselines import BASELINES, LAYERS
 from benchmarks.layers import FAMILIES
 from benchmarks.peers import HEAD_DIM, PEERS, Step, Work, nnx_step, plain
 from te_flax.ops import mxfp8, quantize
+from te_flax.ops._choice import parse
 from te_flax.ops._fused import Variant
 
 CALLS = 10
@@ -261,6 +262,35 @@ def kernel_rows(n: int, repeats: int) -> Iterator[dict]:
             yield row | {"share": row["tbs"] / copy}
 
 
+def jit_rows(repeats: int) -> Iterator[dict]:
+    """A row for each kernel both ways; the ratio is to the compiled one."""
+    for m, k in jit_gpu.SIZES:
+        block = jax.random.bits(jax.random.key(1), (m, k), jnp.uint16)
+        copy = functools.partial(jax.jit(jnp.copy), block)
+        native = jit_gpu.calls(m, k, parse("*=native"))
+        generated = jit_gpu.calls(m, k, parse("*=jit"))
+        for (name, left, types), (_, right, _) in zip(native, generated, strict=True):
+            keys = jax.random.split(jax.random.key(0), len(types))
+            operands = [
+                jax.random.normal(key, t.shape, t.dtype)
+                for key, t in zip(keys, types, strict=True)
+            ]
+            moved = jax.tree.leaves((operands, jax.eval_shape(left, *operands)))
+            traffic = sum(math.prod(a.shape) * a.dtype.itemsize for a in moved)
+            runs: dict[str, Step] = {
+                "native": functools.partial(jax.jit(left), *operands),
+                "jit": functools.partial(jax.jit(right), *operands),
+                "device copy": copy,
+            }
+            seconds = timings(runs, repeats)
+            best = 2 * block.nbytes / statistics.median(seconds.pop("device copy"))
+            base = statistics.median(seconds["native"])
+            for run, times in seconds.items():
+                row = _row(f"{name} {m} x {k}", run, times, base, tbs=traffic / 1e12)
+                yield row | {"share": 1e12 * row["tbs"] / best}
+    jit_gpu.report()
+
+
 def attention_rows(repeats: int) -> Iterator[dict]:
     """A row for each case, pass and library; the ratio is to jax.nn's cuDNN."""
     for case, backward, tflop in attention_gpu.cases():
@@ -292,6 +322,7 @@ def main() -> None:
     parser.add_argument("--layers", nargs="*", choices=WORKS, default=list(WORKS))
     parser.add_argument("--size", type=int, default=16384, help="of the kernels' x")
     parser.add_argument("--only", choices=PARTS)
+    parser.add_argument("--jit", action="store_true", help="generated kernels only")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--json", metavar="FILE")
     options = parser.parse_args()
@@ -309,6 +340,8 @@ def main() -> None:
         "kernels": lambda: kernel_rows(options.size, options.repeats),
         "attention": lambda: attention_rows(options.repeats),
     }
+    if options.jit:
+        parts = {"jit": lambda: jit_rows(options.repeats)}
     rows = []
     for name, part in parts.items():
         if options.only in (None, name):

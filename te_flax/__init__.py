@@ -3,6 +3,7 @@
 The whole public surface: ``import te_flax as te``.
 """
 
+from te_flax import backends as backends
 from te_flax import checkpoint_policies as checkpoint_policies
 from te_flax._version import __version__ as __version__
 from te_flax.convert import convert as convert

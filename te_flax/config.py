@@ -23,12 +23,23 @@ class Config:
             empty for ``te_flax`` in ``XDG_CACHE_HOME`` or ``~/.cache``.
         deterministic: ``TE_FLAX_DETERMINISTIC``, "1" for attention whose gradients
             are the same bits in every run.
+        jit: ``TE_FLAX_JIT``, "1" to prefer kernels generated at run time where
+            :func:`te_flax.kernels` says ``auto`` and a backend has one.
+        jit_warn: ``TE_FLAX_JIT_WARN``, "1" to log once per op and reason why none was
+            used.
+        jit_cache: ``TE_FLAX_JIT_CACHE``, "0" to keep no generated kernels on disk.
+        jit_arch: ``TE_FLAX_JIT_ARCH``, such as "sm_90a", to generate for another GPU
+            than the local one; empty for that.
     """
 
     kernels: str = ""
     autotune: str = "1"
     cache: str = ""
     deterministic: str = ""
+    jit: str = ""
+    jit_warn: str = ""
+    jit_cache: str = ""
+    jit_arch: str = ""
 
     def cache_folder(self) -> Path | None:
         """Returns the folder, which may not exist; None without a home directory."""
@@ -46,4 +57,8 @@ CONFIG = Config(
     autotune=os.environ.get("TE_FLAX_AUTOTUNE", "1"),
     cache=os.environ.get("TE_FLAX_CACHE", ""),
     deterministic=os.environ.get("TE_FLAX_DETERMINISTIC", ""),
+    jit=os.environ.get("TE_FLAX_JIT", ""),
+    jit_warn=os.environ.get("TE_FLAX_JIT_WARN", ""),
+    jit_cache=os.environ.get("TE_FLAX_JIT_CACHE", ""),
+    jit_arch=os.environ.get("TE_FLAX_JIT_ARCH", ""),
 )

@@ -11,7 +11,8 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jax.sharding import AxisType, Mesh, NamedSharding
 
-from te_flax.ops import _extension, _sizes
+from te_flax.backends.registry import Kernel
+from te_flax.ops import _extension, _jit, _sizes
 from te_flax.ops._partition import partitioned
 from te_flax.ops._plan import axes_of, bare_types, mesh_of
 
@@ -65,8 +66,6 @@ def why_reference(op: "KernelOp", platform: str, avals, attrs, impl: str) -> str
 
 def _reference(op, platform, ctx, *args, maps, attrs, impl, why=None):
     if impl in ("native", "jit"):
-        if impl == "jit":
-            why = "no kernel is generated at run time for it"
         why = why or f"none is built for {platform}"
         raise NotImplementedError(
             f"{op.name}: {op.name}={impl} was asked for, but {why}; "
@@ -83,15 +82,22 @@ def _reference(op, platform, ctx, *args, maps, attrs, impl, why=None):
 
 
 def _native(op, platform, ctx, *args, maps, attrs, impl):
-    why = why_reference(op, platform, bare_types(ctx.avals_in, maps), attrs, impl)
-    if why or impl in ("reference", "jit"):
-        params = {"maps": maps, "attrs": attrs, "impl": impl, "why": why}
-        return _reference(op, platform, ctx, *args, **params)
+    types = bare_types(ctx.avals_in, maps)
+    kernel = _jit.find(op, platform, ctx, types, attrs, impl)
+    if kernel is None or isinstance(kernel, str):
+        why = (
+            kernel if impl == "jit" else why_reference(op, platform, types, attrs, impl)
+        )
+        if why or impl == "reference":
+            params = {"maps": maps, "attrs": attrs, "impl": impl, "why": why}
+            return _reference(op, platform, ctx, *args, **params)
     if maps:
         call = mlir.lower_fun(
             functools.partial(_loop, op, maps, attrs, impl), multiple_results=True
         )
         return call(ctx, *args)
+    if isinstance(kernel, Kernel):
+        return _jit.lower(op, kernel, ctx, *args)
     typed = {k: _typed(v) for k, v in (*attrs, *op.handler_attrs.items())}
     operands = [a.name for a in op.dims.ins]
     results = [a.name for a in op.dims.outs]
@@ -198,9 +204,9 @@ def _partly_manual(op, mesh, explicit, auto, manual, impl: str) -> str:
     # split by a) and a collective would sum over the wrong devices: XLA partitions the
     # reference. One Auto axis cannot be confused.
     if manual and not explicit and len(auto) > 1:
-        if impl == "native":
+        if impl in ("native", "jit"):
             raise NotImplementedError(
-                f"{op.name}: {op.name}=native inside a shard_map that leaves the axes "
+                f"{op.name}: {op.name}={impl} inside a shard_map that leaves the axes "
                 f"{auto} Auto; make all but one of them manual or Explicit"
             )
         return "reference"

@@ -4,7 +4,8 @@ from typing import NamedTuple
 
 import jax
 
-from te_flax.ops import _choice, _extension, _gather_order, _sizes
+from te_flax.backends import registry
+from te_flax.ops import _choice, _extension, _gather_order, _jit, _sizes
 from te_flax.ops._lowering import PLATFORMS, why_reference
 
 FOOTNOTE = (
@@ -38,7 +39,8 @@ def rows() -> list[Row]:
     """Returns what would run for every op and present platform under the rules.
 
     Returns:
-        ``runs`` is "native", "reference" or "error"; ``why`` says what decided it.
+        ``runs`` is "native", "jit", "reference" or "error"; ``why`` says what decided
+        it.
     """
     rules, present = _choice.current(), platforms()
     return [
@@ -54,14 +56,18 @@ def _row(name: str, platform: str, rules: _choice.Rules) -> Row:
     reason = why_reference(op, platform, None, (), chosen)
     if chosen == "reference":
         return Row(name, platform, "reference", f"{glob}=reference was asked for")
-    if chosen == "jit":
-        return Row(name, platform, "error", "no kernel is generated at run time")
+    aside = ""
+    if _jit.wanted(chosen):
+        usable, text = registry.describe(name, platform)
+        if usable or chosen == "jit":
+            return Row(name, platform, "jit" if usable else "error", text)
+        aside = f" (jit: {text})"
     if reason:
         runs = "error" if chosen == "native" else "reference"
-        return Row(name, platform, runs, reason)
+        return Row(name, platform, runs, reason + aside)
     classes = _sizes.of(name, platform) if chosen == "auto" else []
     why = [f"handler te_flax.{op.handler}", *(f"reference for {c}" for c in classes)]
-    return Row(name, platform, "native", "; ".join(why))
+    return Row(name, platform, "native", "; ".join(why) + aside)
 
 
 def grouped(found: list[Row]) -> list[Row]:
@@ -119,9 +125,11 @@ def kernel_report() -> None:
     - op: the op, or a family of ops whose rows are equal, with their number. A rule of
       :func:`te_flax.kernels` names either: ``gemm`` for all of ``gemm_*``.
     - platform: where it would run; only platforms that jax has here are listed.
-    - runs: ``native`` (the compiled handler), ``reference`` (pure JAX, compiled by XLA)
-      or ``error`` (the rules ask for what does not exist).
-    - why: the handler, the rule that was asked for, or what keeps the handler away.
+    - runs: ``native`` (the compiled handler), ``jit`` (a kernel generated at run time,
+      for the calls that its backend supports), ``reference`` (pure JAX, compiled by
+      XLA) or ``error`` (the rules ask for what does not exist).
+    - why: the handler, the backend and its kernels so far, the rule that was asked for,
+      or what keeps the handler away.
 
     Below it stands in which order :func:`te_flax.allgather_rms_norm` takes its steps.
 

@@ -1,0 +1,359 @@
+"""Which backend serves an op, and the kernels of this process: made once per key."""
+
+import dataclasses
+import fnmatch
+import functools
+import hashlib
+import tempfile
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from te_flax.backends import disk
+from te_flax.backends.protocol import Call, JitKey, KernelBackend
+from te_flax.config import CONFIG
+from te_flax.errors import message
+
+EXTRA = "pip install te_flax[cutedsl]"
+
+
+@dataclasses.dataclass
+class _Entry:
+    """One kernel: pending until ``done``, then ready or, with an error, failed."""
+
+    done: threading.Event = dataclasses.field(default_factory=threading.Event)
+    error: str = ""
+    origin: str = ""  # "compiled" or "from disk"
+    seconds: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """A kernel that is ready.
+
+    Attributes:
+        name: its FFI target.
+        backend: that made it.
+        call: that it serves.
+    """
+
+    name: str
+    backend: KernelBackend
+    call: Call
+
+
+_registered: list[tuple[KernelBackend, tuple[str, ...]]] = []
+_entries: dict[tuple[str, JitKey], _Entry] = {}
+_targets: dict[str, Any] = {}  # name -> kernel, kept alive: XLA forgets no target
+_agreed: dict[str, bool] = {}
+_lock = threading.Lock()  # of the above; held for moments
+_building = threading.RLock()  # compilers are not made for threads
+
+
+def register_backend(backend: KernelBackend, ops: Iterable[str]) -> None:
+    """Adds a backend; of several that serve an op the last one added is asked first.
+
+    Args:
+        backend: it, with a name of its own. One of the same name is replaced.
+        ops: globs of the ops that it may serve.
+
+    Raises:
+        TypeError: the backend is no :class:`KernelBackend`, or ops is a string.
+
+    Example:
+        >>> class Mine(KernelBackend):
+        ...     name, platform = "mine", "cpu"
+        >>> register_backend(Mine(), ops=("no_such_op",))
+    """
+    if not isinstance(backend, KernelBackend):
+        rule, remedy = "be a KernelBackend", "derive its class from KernelBackend"
+        got = type(backend).__name__
+        raise TypeError(message("register_backend", "backend", rule, got, remedy))
+    if isinstance(ops, str):
+        rule, remedy = "be a tuple of globs", f"write ({ops!r},)"
+        raise TypeError(message("register_backend", "ops", rule, repr(ops), remedy))
+    globs = tuple(ops)
+    with _lock:
+        _registered[:] = [b for b in _registered if b[0].name != backend.name]
+        _registered.append((backend, globs))
+
+
+@functools.cache
+def _own() -> tuple[tuple[KernelBackend, tuple[str, ...]], ...]:
+    """The backends that come with the library."""
+    from te_flax.backends.cutedsl import OPS, CuteDSL
+
+    return ((CuteDSL(), OPS),)
+
+
+def backends(op: str, platform: str) -> list[KernelBackend]:
+    """Returns those that may serve an op on a platform, the first to ask first."""
+    return [
+        backend
+        for backend, globs in (*reversed(_registered), *_own())
+        if backend.platform == platform
+        and any(fnmatch.fnmatchcase(op, glob) for glob in globs)
+    ]
+
+
+def arch(platform: str) -> tuple[str, str]:
+    """Returns what to generate code for, or an empty string and why not.
+
+    Args:
+        platform: "cpu" or "cuda".
+    """
+    if platform != "cuda":
+        return "", ""
+    if CONFIG.jit_arch:
+        return CONFIG.jit_arch, ""
+    try:
+        devices = jax.local_devices(backend="cuda")
+    except RuntimeError:
+        return "", "there is no GPU here; name one in TE_FLAX_JIT_ARCH"
+    found = {str(d.compute_capability).replace(".", "") for d in devices}
+    if len(found) > 1:
+        return "", f"the GPUs differ: sm_{', sm_'.join(sorted(found))}"
+    number = found.pop()
+    return f"sm_{number}{'a' if int(number) >= 90 else ''}", ""
+
+
+def why_not(backend: KernelBackend) -> str | None:
+    """Returns why a backend serves nothing in this process, or None."""
+    if why := backend.available():
+        return why
+    if jax.process_count() > 1 and not _agreed.get(_digest(), False):
+        return (
+            "the processes differ in what they would generate"
+            if _agreed
+            else "the processes have not compared what they would generate: call "
+            "te.backends.agree() in each"
+        )
+    return arch(backend.platform)[1] or None
+
+
+def resolve(
+    op: str,
+    platform: str,
+    operands: tuple[jax.ShapeDtypeStruct, ...],
+    results: tuple[jax.ShapeDtypeStruct, ...],
+    attrs: Mapping[str, Any],
+) -> Kernel | str:
+    """Finds a kernel for a call, and makes it where there is none.
+
+    Args:
+        op: name of the op.
+        platform: "cpu" or "cuda".
+        operands: their types.
+        results: likewise.
+        attrs: static attributes, those that tell the variant included.
+
+    Returns:
+        The kernel, ready to be called, or why there is none.
+    """
+    reasons = []
+    for backend in backends(op, platform):
+        why = why_not(backend)
+        if not why:
+            changing = {k: v for k, v in attrs.items() if k not in backend.shape_attrs}
+            key = JitKey(
+                op,
+                platform,
+                arch(platform)[0],
+                tuple(t.dtype.name for t in operands),
+                tuple(t.dtype.name for t in results),
+                tuple(sorted(changing.items())),
+            )
+            call = Call(key, operands, results, attrs)
+            why = backend.supports(call)
+            if not why:
+                name = target(backend, key)
+                why = _make(backend, key, name)
+                if not why:
+                    return Kernel(name, backend, call)
+        reasons.append(f"{backend.name}: {why}")
+    return "; ".join(reasons) or f"no backend generates kernels for it on {platform}"
+
+
+def target(backend: KernelBackend, key: JitKey) -> str:
+    """Returns the name of a key's FFI target, and of its file.
+
+    It changes with all that the code depends on, so that no cache of compiled
+    programs can pair a program with another kernel.
+    """
+    parts = (backend.name, backend.version(), backend.source_hash(), key)
+    digest = hashlib.sha256(repr(parts).encode()).hexdigest()
+    return f"te_flax.jit.{key.op}.{digest[:16]}"
+
+
+def _make(backend: KernelBackend, key: JitKey, name: str) -> str:
+    """Makes the kernel of a key unless it was; returns the error, if it has one."""
+    with _lock:
+        entry = _entries.get((backend.name, key))
+        mine = entry is None
+        if entry is None:
+            entry = _entries[backend.name, key] = _Entry()
+    if mine:
+        try:
+            with _building:
+                _fill(entry, backend, key, name)
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+            entry.error = f"failed: {text}"
+            disk.warn(f"{key.op}: building a kernel of {backend.name} {entry.error}")
+        except BaseException:  # interrupted: nothing is known of it
+            with _lock:
+                del _entries[backend.name, key]
+            entry.error = "interrupted"
+            raise
+        finally:
+            entry.done.set()
+    entry.done.wait()
+    return entry.error
+
+
+def _fill(entry: _Entry, backend: KernelBackend, key: JitKey, name: str) -> None:
+    start = time.perf_counter()
+    entry.origin = "from disk"
+    function = _targets.get(name) or disk.load(backend, name)
+    if function is None:
+        entry.origin = "compiled"
+        with tempfile.TemporaryDirectory() as work:
+            function = backend.build(key, Path(work, name))
+            if isinstance(function, Path):
+                function = backend.load(disk.keep(function))
+    if name not in _targets:
+        backend.register(name, function)
+        _targets[name] = function
+    entry.seconds = time.perf_counter() - start
+
+
+def made() -> Iterator[tuple[JitKey, str, float]]:
+    """Yields key, origin ("compiled" or "from disk") and seconds of each kernel."""
+    for (_, key), entry in list(_entries.items()):
+        if entry.done.is_set() and not entry.error:
+            yield key, entry.origin, entry.seconds
+
+
+def reset() -> None:
+    """Forgets which kernels could not be made, so that they are tried again.
+
+    Kernels that are there stay: XLA forgets no target. A function that was jitted
+    meanwhile keeps what it was compiled with.
+
+    Example:
+        >>> reset()
+    """
+    with _lock:
+        for key in [k for k, e in _entries.items() if e.done.is_set() and e.error]:
+            del _entries[key]
+    disk.warn.cache_clear()
+
+
+def ensure(names: Iterable[str]) -> None:
+    """Loads kernels from disk by the names of their FFI targets.
+
+    A program of ``jax.export`` calls them by name; what runs it must have them.
+
+    Args:
+        names: as in the program's text, ``te_flax.jit.<op>.<hash>``.
+
+    Raises:
+        ValueError: a kernel is neither here nor on disk.
+
+    Example:
+        >>> ensure([])
+    """
+    for name in names:
+        with _building:
+            if name in _targets:
+                continue
+            for backend in _all():
+                function = disk.load(backend, name)
+                if function is not None:
+                    backend.register(name, function)
+                    _targets[name] = function
+                    break
+            else:
+                rule = f"be a kernel on disk in {disk.folder()}"
+                remedy = "copy its file from where the program was exported"
+                raise ValueError(message("ensure", "names", rule, name, remedy))
+
+
+def _all() -> Iterator[KernelBackend]:
+    yield from (backend for backend, _ in (*reversed(_registered), *_own()))
+
+
+def _digest() -> str:
+    """What must be equal in all processes for them to compile the same program."""
+    parts = [
+        (b.name, b.platform, b.version(), b.source_hash(), bool(b.available()))
+        for b in _all()
+    ]
+    text = repr((parts, CONFIG.jit, CONFIG.kernels, CONFIG.jit_arch))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def agree() -> bool:
+    """Compares what the processes would generate; each must call it, once.
+
+    Without it, or where they differ, a program of several processes runs the compiled
+    handlers: all must compile the same. With one process there is nothing to compare.
+
+    Returns:
+        Whether backends, versions, sources and settings are equal everywhere.
+
+    Example:
+        >>> agree()
+        True
+    """
+    mine = _digest()
+    same = True
+    if jax.process_count() > 1:
+        from jax.experimental import multihost_utils
+
+        words = np.frombuffer(bytes.fromhex(mine), np.uint32)
+        everywhere = np.asarray(multihost_utils.process_allgather(words))
+        same = bool((everywhere == words).all())
+    _agreed.clear()
+    _agreed[mine] = same
+    return same
+
+
+def describe(op: str, platform: str) -> tuple[bool, str]:
+    """What the kernel report says of an op.
+
+    Args:
+        op: its name.
+        platform: "cpu" or "cuda".
+
+    Returns:
+        Whether a backend may serve it here, and which, with its kernels so far; or why
+        none does.
+    """
+    reasons = []
+    for backend in backends(op, platform):
+        if why := why_not(backend):
+            reasons.append(why)
+            continue
+        mine = [e for (b, k), e in _entries.items() if (b, k.op) == (backend.name, op)]
+        version = f"{backend.name} {backend.version()}".strip()
+        return True, f"{version} | {_counted(mine)}" if mine else version
+    return False, "; ".join(reasons) or "no backend generates kernels for it"
+
+
+def _counted(entries: list[_Entry]) -> str:
+    """Such as "3 configs: 2 compiled (1.7 s), 1 from disk"."""
+    parts = []
+    for origin in ("compiled", "from disk"):
+        found = [e for e in entries if not e.error and e.origin == origin]
+        took = f" ({sum(e.seconds for e in found):.1f} s)" * (origin == "compiled")
+        parts += [f"{len(found)} {origin}{took}"] * bool(found)
+    failed = [e.error for e in entries if e.error]
+    parts += [f"{len(failed)} {why}" for why in failed[:1]]
+    plural = "s" * (len(entries) != 1)
+    return f"{len(entries)} config{plural}: {', '.join(parts)}"
