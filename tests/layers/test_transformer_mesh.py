@@ -15,6 +15,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import te_flax as te
+from benchmarks import wire
 from examples.encoder.model import AXES
 from te_flax.testing.numerics import product_mode, product_noise
 
@@ -107,18 +108,10 @@ def on_mesh(preset, axis_type, recipe, devices=8):
         return train(recipe, place)
 
 
-def collectives(text):
+def collectives(text, devices):
     """How often each kind has a result of each shape, ``("all-reduce", "f32[2]")``."""
-    kinds = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
-    found = Counter()
-    alone = r".*replica_groups=\{(\{\d+\},?)+\}.*"  # over a mesh axis of size 1
-    text = re.sub(alone, "", text)
-    for results, kind, start in re.findall(rf" = (.*?) ({kinds})(-start)?\(", text):
-        shapes = re.findall(r"\w+\[[\d,]+\]|f32\[\]", results)
-        if start and kind != "all-reduce":  # operands stand in front of results
-            shapes = shapes[len(shapes) // 2 :]
-        found.update((kind, shape) for shape in shapes)
-    return found
+    found = wire.collectives(text, devices)
+    return Counter((each.kind, shape) for each in found for shape in each.shapes)
 
 
 CI = {
@@ -182,7 +175,8 @@ def test_collectives_of_dp_and_tp(axis_type):
 def check_collectives_of_dp_and_tp(axis_type, devices=8):
     """Gradients are summed once; tp sums an activation four times: two each way."""
     for preset, sums in (("dp", 0), ("tp", 4)):
-        found = collectives(on_mesh(preset, axis_type, "delayed_scaling", devices)[2])
+        program = on_mesh(preset, axis_type, "delayed_scaling", devices)[2]
+        found = collectives(program, devices)
         assert {kind for kind, _ in found} == {"all-reduce"}
         assert found["all-reduce", activation(devices)] == sums
         others = sum(found.values()) - sums - found["all-reduce", "f32[2]"]
@@ -199,7 +193,8 @@ def test_fsdp_gathers_codes(axis_type):
 
 def check_fsdp_gathers_codes(axis_type, devices=8):
     """Each kernel once for each of its two copies; XLA's CPU sends FP8 as f16."""
-    found = collectives(on_mesh("fsdp", axis_type, "delayed_scaling", devices)[2])
+    program = on_mesh("fsdp", axis_type, "delayed_scaling", devices)[2]
+    found = collectives(program, devices)
     gathers = {shape: n for (kind, shape), n in found.items() if kind == "all-gather"}
     assert sum(gathers.values()) == 8, gathers
     assert all(re.match("f8e4m3fn|f16", shape) for shape in gathers)
@@ -223,7 +218,7 @@ def check_sp_scatters_sums_and_gathers_codes(axis_type, devices=8):
     so that its first one gathers the kernel and has no sum to scatter.
     """
     program = on_mesh("tp, sp", axis_type, "delayed_scaling", devices)[2]
-    found, whole = collectives(program), activation(devices)
+    found, whole = collectives(program, devices), activation(devices)
     sums = 3 if axis_type == AxisType.Auto else 4
     assert found["reduce-scatter", activation(devices, 2)] == sums
     codes = [found["all-gather", kind + whole[3:]] for kind in ("f16", "f8e4m3fn")]
