@@ -51,7 +51,8 @@ def collectives(text: str, devices: int) -> Iterator[Collective]:
     """
     for results, kind, start, rest in _CALL.findall(text):
         shapes = [f"{dtype}[{dims}]" for dtype, dims in _SHAPE.findall(results)]
-        if start and kind != "all-reduce":  # operands in front, then the results
+        # The operands stand in front of the results, except where XLA has no need to.
+        if start and (kind != "all-reduce" or results.startswith("((")):
             shapes = [s for s in shapes if s not in ("u32[]", "s32[]")]
             shapes = shapes[len(shapes) // 2 :]
         group = _group(rest, devices)

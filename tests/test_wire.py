@@ -18,6 +18,7 @@ TEXT = """
  %c = (f8e4m3fn[16,8]{1,0}, f8e4m3fn[64,8]{1,0}) all-gather-start(%x), replica_groups={}
  %d = ((f32[8,8]{1,0}), f32[4,8]{1,0}, u32[]) reduce-scatter-start(%x),
  replica_groups={{0,1},{2,3}}
+ %d = ((f32[3]{0}), f32[3]{0}) all-reduce-start(%x), replica_groups=[2,2]<=[4]
  %e = f32[8]{0} all-reduce(%x), replica_groups={{0},{1},{2},{3}}, to_apply=%s
  %f = f16[8]{0} all-gather(%x), replica_groups=mesh['i'=2,'j'=2] {'j'}, dimensions={0}
  %g = f32[] add(%all-reduce, %y)
@@ -31,6 +32,7 @@ def test_every_form():
         Collective("all-reduce", ("f32[2]", "bf16[4,4]"), 4),
         Collective("all-gather", ("f8e4m3fn[64,8]",), 4),
         Collective("reduce-scatter", ("f32[4,8]",), 2),
+        Collective("all-reduce", ("f32[3]",), 2),
         Collective("all-gather", ("f16[8]",), 2),
     ]
 

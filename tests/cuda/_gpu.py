@@ -24,7 +24,7 @@ CODES = {
 FLAGS = (0.0, -0.0, 1e-40, 1.0, -3.0, np.nan)  # of the noop variants
 
 
-def _gpus() -> list[jax.Device]:
+def _gpus() -> list:
     try:
         return jax.devices("cuda")
     except RuntimeError:

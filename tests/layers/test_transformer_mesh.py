@@ -177,7 +177,8 @@ def test_collectives_of_dp_and_tp(axis_type):
 def check_collectives_of_dp_and_tp(axis_type, devices=8):
     """Gradients are summed once; tp sums an activation four times: two each way."""
     for preset, sums in (("dp", 0), ("tp", 4)):
-        found = collectives(on_mesh(preset, axis_type, "delayed_scaling", devices)[2])
+        program = on_mesh(preset, axis_type, "delayed_scaling", devices)[2]
+        found = collectives(program, devices)
         assert {kind for kind, _ in found} == {"all-reduce"}
         assert found["all-reduce", activation(devices)] == sums
         others = sum(found.values()) - sums - found["all-reduce", "f32[2]"]
@@ -194,7 +195,8 @@ def test_fsdp_gathers_codes(axis_type):
 
 def check_fsdp_gathers_codes(axis_type, devices=8):
     """Each kernel once for each of its two copies; XLA's CPU sends FP8 as f16."""
-    found = collectives(on_mesh("fsdp", axis_type, "delayed_scaling", devices)[2])
+    program = on_mesh("fsdp", axis_type, "delayed_scaling", devices)[2]
+    found = collectives(program, devices)
     gathers = {shape: n for (kind, shape), n in found.items() if kind == "all-gather"}
     assert sum(gathers.values()) == 8, gathers
     assert all(re.match("f8e4m3fn|f16", shape) for shape in gathers)
@@ -236,7 +238,7 @@ def check_sp_scatters_sums_and_gathers_codes(axis_type, recipe, products, device
     with mxfp8_products(products):
         train = on_mesh if products == "codes" else on_mesh.__wrapped__
         text = train("tp, sp", axis_type, recipe, devices)[2]
-    moved = {k: n for k, n in collectives(text).items() if k[0] != "all-reduce"}
+    moved = {k: n for k, n in collectives(text, devices).items() if k[0] != "all-reduce"}
     assert moved.pop(("reduce-scatter", activation(devices, 2))) == 4
     gathers = {shape: n for (kind, shape), n in moved.items() if kind == "all-gather"}
     assert len(gathers) == len(moved), moved
