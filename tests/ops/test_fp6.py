@@ -63,7 +63,7 @@ def test_every_code_in_every_place_is_packed_and_unpacked(run):
         codes[128 * place : 128 * (place + 1), place] = np.tile(CODES, 2)
     (data,) = run(fp6.FP6_PACK, codes, k_ndim=1)
     assert data.shape == (512, 1, 3)
-    word = sum(codes[:, i].astype(int) << (6 * i) for i in range(4))
+    word = codes.astype(int) @ (1 << 6 * np.arange(4))
     assert data[:, 0].tolist() == [[w & 255, w >> 8 & 255, w >> 16] for w in word]
     same_bits(data[:, 0], oracle.pack(codes))
     (back,) = run(fp6.FP6_UNPACK, data, k_ndim=1)
