@@ -114,6 +114,15 @@ def test_dequantize_gives_the_array_back(name):
                 assert tensor.dequantize(dtype).dtype == dtype
 
 
+def test_the_backward_pass_keeps_packed_codes():
+    x, kernel, _ = operands((64,), (96,), (128,))
+    _, pull = jax.vjp(dense(RECIPES["mxfp6"]), x, kernel)
+    kept = jax.tree.leaves(pull)
+    assert {a.dtype for a in kept} == {jnp.dtype(jnp.uint8)}
+    codes = 64 * 72 + 96 * 96  # x in blocks along its tokens, the kernel along N
+    assert sum(a.nbytes for a in kept) == codes + 2 * 96 + 96 * 4
+
+
 def test_codes_and_scales_are_those_of_the_oracles():
     x = data((3, 50, 40))
     pair = te.BlockQuantizer(epsilon=0.5)(x, k_ndim=1, **BOTH)
