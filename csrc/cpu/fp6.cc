@@ -16,14 +16,6 @@ void ForElements(ffi::ThreadPool& pool, int64_t n, const Fn& fn) {
               [&](int64_t begin, int64_t end) { fn(begin * kPiece, std::min(n, end * kPiece)); });
 }
 
-template <Float dtype, Format format>
-void EncodeAll(ffi::ThreadPool& pool, const void* data, int64_t n, uint8_t* codes) {
-  const auto* x = static_cast<const typename Element<dtype>::Type*>(data);
-  ForElements(pool, n, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) codes[i] = EncodeFp6<format>(Element<dtype>::Load(x[i]));
-  });
-}
-
 ffi::Error Fp6EncodeImpl(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> codes,
                          ffi::Dictionary attrs) {
   constexpr std::string_view kWhere = "fp6_encode";
@@ -31,10 +23,12 @@ ffi::Error Fp6EncodeImpl(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Result<ffi
   TE_ASSIGN_OR_RETURN(dtype, FloatOf(kWhere, "x", x.element_type()));
   const auto n = static_cast<int64_t>(x.element_count());
   TE_RETURN_IF_ERROR(CheckCount(kWhere, "codes", *codes, ffi::DataType::U8, n));
-  WithFloat(dtype, [&](auto type) {
-    WithFp6(format, [&](auto of) {
-      EncodeAll<type(), of()>(pool, x.untyped_data(), n, codes->typed_data<uint8_t>());
-    });
+  const Kernels& kernels = Table();
+  const auto* from = static_cast<const char*>(x.untyped_data());
+  uint8_t* to = codes->typed_data<uint8_t>();
+  const int64_t bytes = dtype == Float::kF32 ? 4 : 2;
+  ForElements(pool, n, [&](int64_t begin, int64_t end) {
+    kernels.encode_fp6(dtype, format, from + begin * bytes, end - begin, to + begin);
   });
   return ffi::Error::Success();
 }

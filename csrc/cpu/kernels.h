@@ -72,6 +72,24 @@ struct Mxfp8Tile {
   uint8_t* col_scale;  // [cols]
 };
 
+// One block each way of x for MXFP6: at most 32 rows and 32 columns. `row` and `col` may be null;
+// both hold rows of packed codes, the last group of a row filled with codes 0.
+struct Mxfp6Tile {
+  Float dtype;
+  const void* x;
+  int64_t x_stride;
+  int64_t rows;
+  int64_t cols;
+  int64_t code_stride;  // bytes between rows of row and of col
+  Format row_format;
+  uint8_t* row;
+  uint8_t* row_scale;  // [rows], row_scale_stride apart
+  int64_t row_scale_stride;
+  Format col_format;
+  uint8_t* col;
+  uint8_t* col_scale;  // [cols]
+};
+
 // One piece of h = f(x0) [g(x1)], or of [dx0, dx1] where dy is not null. Strides count elements.
 struct ActivationTile {
   Activation activation;
@@ -135,6 +153,8 @@ struct Kernels {
   void (*quantize_tensor)(const TensorTile& tile, Amax* amax);
   void (*quantize_runs)(const Runs& runs, Amax* amax);
   void (*quantize_mxfp8)(const Mxfp8Tile& tile, Amax* amax);
+  void (*quantize_mxfp6)(const Mxfp6Tile& tile, Amax* amax);
+  void (*encode_fp6)(Float dtype, Format format, const void* x, int64_t n, uint8_t* codes);
   // sums[c] = (x[0][c] + x[1][c]) + x[2][c] ..., in float32; 0 without rows, NaN is kQuietNan.
   void (*sum_rows)(Float dtype, const void* x, int64_t x_stride, int64_t rows, int64_t cols,
                    float* sums);

@@ -1,4 +1,5 @@
 #include "cpu/flush.h"
+#include "cpu/fp6.h"
 #include "cpu/kernels.h"
 #include "cpu/lanes_avx512.h"
 #include "cpu/scalar.h"

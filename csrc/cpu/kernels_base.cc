@@ -1,5 +1,6 @@
 // Plain loops for any processor: the meaning of the kernels, and the slow path of the vector ones.
 #include "cpu/flush.h"
+#include "cpu/fp6.h"
 #include "cpu/kernels.h"
 #include "cpu/lanes_base.h"
 #include "cpu/scalar.h"
@@ -7,6 +8,7 @@
 namespace te_flax::cpu {
 namespace {
 
+#include "cpu/mxfp6_tile.inc"
 #include "cpu/simd_activation.inc"
 #include "cpu/simd_norm.inc"
 
@@ -181,8 +183,8 @@ void ScalarMxfp8Block(Float dtype, Format format, const void* x, int64_t x_strid
   Dispatch<Block>(dtype, format, x, x_stride, code_stride, n, e8m0, codes);
 }
 
-const Kernels kBaseKernels = {"base",           ScalarAmax,        BaseQuantizeTensor,
-                              BaseQuantizeRuns, BaseQuantizeMxfp8, BaseSumRows,
-                              Activate,         kNormKernels};
+const Kernels kBaseKernels = {
+    "base",        ScalarAmax,   BaseQuantizeTensor, BaseQuantizeRuns, BaseQuantizeMxfp8,
+    QuantizeMxfp6, EncodeFp6All, BaseSumRows,        Activate,         kNormKernels};
 
 }  // namespace te_flax::cpu

@@ -1,7 +1,6 @@
 // FFI handler of the MXFP6 quantizers: row, col or both, noop or not.
 //
-// The unit of work is a tile of 32 x 32 elements, one block each way, whose bits lie on the stack.
-// Plain loops with fixed bounds, which compilers vectorize; there is no code per instruction set.
+// The unit of work is a tile of 32 x 32 elements, one block each way.
 #include "cpu/fp6.h"
 #include "cpu/operands.h"
 #include "cpu/parallel.h"
@@ -19,93 +18,40 @@ struct Copy {
   Format format = Format::kE2M3;
 };
 
-struct Tile {
-  int64_t row, col, rows, cols;
-  uint32_t bits[kMxBlock][kMxBlock];  // float32, flushed; zeros beyond rows and cols
-};
-
-template <Float dtype>
-void Load(const Matrix& x, Tile* t, Amax* amax) {
-  for (int64_t r = 0; r < kMxBlock; ++r) {
-    std::memset(t->bits[r], 0, sizeof(t->bits[r]));
-    if (r >= t->rows) continue;
-    const auto* from =
-        reinterpret_cast<const typename Element<dtype>::Type*>(x.At(t->row + r, t->col));
-    for (int64_t c = 0; c < t->cols; ++c) t->bits[r][c] = Element<dtype>::Load(from[c]);
-    for (int64_t c = 0; c < kMxBlock; ++c) {
-      const uint32_t a = t->bits[r][c] & kAbs;
-      amax->nonfinite |= a >= kInf;
-      amax->finite = std::max(amax->finite, a < kInf ? a : 0);
-    }
+// The tile whose first element is (row, col), both multiples of 32.
+void QuantizeTile(const Kernels& kernels, const Matrix& x, const Copy& rowwise, const Copy& colwise,
+                  int64_t row, int64_t col, Amax* amax) {
+  const int64_t stride = CeilDiv(x.cols, kFp6Group) * kFp6Bytes;
+  const int64_t first = row * stride + col / kMxBlock * kBlockBytes;
+  const int64_t blocks = CeilDiv(x.cols, kMxBlock);
+  Mxfp6Tile tile = {};
+  tile.dtype = x.dtype;
+  tile.x = x.At(row, col);
+  tile.x_stride = x.cols;
+  tile.rows = std::min<int64_t>(kMxBlock, x.rows - row);
+  tile.cols = std::min<int64_t>(kMxBlock, x.cols - col);
+  tile.code_stride = stride;
+  if (rowwise.data != nullptr) {
+    tile.row_format = rowwise.format;
+    tile.row = rowwise.data + first;
+    tile.row_scale = rowwise.scales + row * blocks + col / kMxBlock;
+    tile.row_scale_stride = blocks;
   }
-}
-
-// Packs a row of a tile whose columns have these scales.
-template <Format format>
-void PackRow(const Tile& t, int64_t r, const uint8_t (&e8m0)[kMxBlock], uint8_t* to) {
-  uint8_t codes[kMxBlock];
-  for (int64_t c = 0; c < kMxBlock; ++c) {
-    const uint32_t e = e8m0[c];
-    // 2^-127 is subnormal, so a block with Inf is scaled in two normal steps.
-    const float first = BitCast<float>((e >= 254 ? 64 : 254 - e) << 23);
-    const float second = e >= 254 ? 0x1p-64f : 1.0f;
-    const float v = BitCast<float>(t.bits[r][c]) * first * second;
-    codes[c] = e == 255 ? 0 : EncodeFp6<format>(BitCast<uint32_t>(v));
+  if (colwise.data != nullptr) {
+    tile.col_format = colwise.format;
+    tile.col = colwise.data + first;
+    tile.col_scale = colwise.scales + row / kMxBlock * x.cols + col;
   }
-  for (int64_t g = 0; g < CeilDiv(t.cols, kFp6Group); ++g) {
-    StoreFp6Group(to + g * kFp6Bytes, JoinFp6(codes + g * kFp6Group));
-  }
-}
-
-uint8_t* RowOf(const Copy& copy, const Matrix& x, const Tile& t, int64_t r) {
-  const int64_t groups = CeilDiv(x.cols, kFp6Group);
-  return copy.data + (t.row + r) * groups * kFp6Bytes + t.col / kMxBlock * kBlockBytes;
-}
-
-template <Format format>
-void QuantizeRows(const Matrix& x, const Tile& t, const Copy& copy) {
-  uint8_t* scale = copy.scales + t.row * CeilDiv(x.cols, kMxBlock) + t.col / kMxBlock;
-  for (int64_t r = 0; r < t.rows; ++r, scale += CeilDiv(x.cols, kMxBlock)) {
-    uint32_t largest = 0;
-    for (int64_t c = 0; c < kMxBlock; ++c) largest = std::max(largest, t.bits[r][c] & kAbs);
-    *scale = BlockScale<format>(largest);
-    uint8_t e8m0[kMxBlock];
-    std::memset(e8m0, *scale, sizeof(e8m0));
-    PackRow<format>(t, r, e8m0, RowOf(copy, x, t, r));
-  }
-}
-
-template <Format format>
-void QuantizeColumns(const Matrix& x, const Tile& t, const Copy& copy) {
-  uint32_t largest[kMxBlock] = {};
-  for (int64_t r = 0; r < kMxBlock; ++r) {
-    for (int64_t c = 0; c < kMxBlock; ++c) {
-      largest[c] = std::max(largest[c], t.bits[r][c] & kAbs);
-    }
-  }
-  uint8_t e8m0[kMxBlock];
-  for (int64_t c = 0; c < kMxBlock; ++c) e8m0[c] = BlockScale<format>(largest[c]);
-  std::memcpy(copy.scales + t.row / kMxBlock * x.cols + t.col, e8m0, static_cast<size_t>(t.cols));
-  for (int64_t r = 0; r < t.rows; ++r) PackRow<format>(t, r, e8m0, RowOf(copy, x, t, r));
+  kernels.quantize_mxfp6(tile, amax);
 }
 
 Amax QuantizeAll(ffi::ThreadPool& pool, const Matrix& x, const Copy& row, const Copy& col) {
   const int64_t across = CeilDiv(x.cols, kMxBlock);
   const Pieces pieces = Cut(pool, across * CeilDiv(x.rows, kMxBlock), kMxBlock * kMxBlock);
+  const Kernels& kernels = Table();
   return ParallelAmax(pool, pieces, [&](int64_t begin, int64_t end, Amax* amax) {
-    Tile t;
     for (int64_t i = begin; i < end; ++i) {
-      t.row = i / across * kMxBlock;
-      t.col = i % across * kMxBlock;
-      t.rows = std::min<int64_t>(kMxBlock, x.rows - t.row);
-      t.cols = std::min<int64_t>(kMxBlock, x.cols - t.col);
-      WithFloat(x.dtype, [&](auto type) { Load<type()>(x, &t, amax); });
-      if (row.data != nullptr) {
-        WithFp6(row.format, [&](auto of) { QuantizeRows<of()>(x, t, row); });
-      }
-      if (col.data != nullptr) {
-        WithFp6(col.format, [&](auto of) { QuantizeColumns<of()>(x, t, col); });
-      }
+      QuantizeTile(kernels, x, row, col, i / across * kMxBlock, i % across * kMxBlock, amax);
     }
   });
 }

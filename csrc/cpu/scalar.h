@@ -59,15 +59,21 @@ struct FormatFacts<Format::kE3M2> {
   static constexpr int kMaxExponent = 4;             // 28 = 1.75 * 2^4
 };
 
-// Code of a magnitude, given as bits not above the format's maximum. Adding a power of two whose
-// last place is the format's quantum leaves the rounded code in the low mantissa bits.
+// Code of a magnitude, given as bits not above the format's maximum, in the low byte of a word.
+// Adding a power of two whose last place is the format's quantum leaves the rounded code in the low
+// mantissa bits.
 template <Format format>
-inline uint8_t EncodeMagnitude(uint32_t bits) {
+inline uint32_t RoundMagnitude(uint32_t bits) {
   using F = FormatFacts<format>;
   const uint32_t exponent = bits >> 23 > F::kMinExponent ? bits >> 23 : F::kMinExponent;
   const uint32_t base = (exponent - F::kMinExponent) << F::kMantissaBits;
   const uint32_t magic = ((exponent + 23 - F::kMantissaBits) << 23) | base;
-  return static_cast<uint8_t>(BitCast<uint32_t>(BitCast<float>(bits) + BitCast<float>(magic)));
+  return BitCast<uint32_t>(BitCast<float>(bits) + BitCast<float>(magic));
+}
+
+template <Format format>
+inline uint8_t EncodeMagnitude(uint32_t bits) {
+  return static_cast<uint8_t>(RoundMagnitude<format>(bits));
 }
 
 // Saturating code of any float32; NaN gives 0x7f whatever its sign.
@@ -80,13 +86,14 @@ inline uint8_t Encode(uint32_t bits) {
   return a > kInf ? kNanCode : code;
 }
 
-// Saturating FP6 code of any float32; NaN gives a zero of its sign.
+// Saturating FP6 code of any float32; NaN gives 0.
 template <Format format>
-inline uint8_t EncodeFp6(uint32_t bits) {
+inline uint32_t EncodeFp6(uint32_t bits) {
   using F = FormatFacts<format>;
   const uint32_t a = bits & kAbs;
-  const uint32_t held = a > kInf ? 0 : a < F::kMaxBits ? a : F::kMaxBits;
-  return EncodeMagnitude<format>(held) | (static_cast<uint8_t>(bits >> 26) & 0x20);
+  const uint32_t rounded = RoundMagnitude<format>(a < F::kMaxBits ? a : F::kMaxBits);
+  const uint32_t code = (rounded & 31) | (bits >> 26 & 32);
+  return a > kInf ? 0 : code;
 }
 
 // float32 bits of a finite code without its sign.

@@ -1,5 +1,6 @@
-// FFI handlers that turn FP8 codes back into float32, bfloat16 or float16 on CUDA.
+// FFI handlers that turn FP8 and FP6 codes back into float32, bfloat16 or float16 on CUDA.
 #include "cuda/kernels/dequantize.cuh"
+#include "cuda/kernels/fp6.cuh"
 #include "cuda/launch.h"
 
 namespace te_flax::cuda {
@@ -24,18 +25,18 @@ ffi::Error DequantizeTensorImpl(cudaStream_t stream, ffi::AnyBuffer data, ffi::A
   return CudaStatus(kWhere, cudaGetLastError());
 }
 
-// What the handlers of block scales share.
+// What the handlers of block scales share. Codes are Fp8Codes or Fp6Codes.
+template <class Codes>
 struct Job {
-  const uint8_t* codes;
+  Codes codes;
   int64_t m, k;
-  Format format;
   Float dtype;
   void* x;
   bool aligned;
 };
 
-ffi::ErrorOr<Job> MakeJob(std::string_view where, const ffi::AnyBuffer& data,
-                          const ffi::AnyBuffer& x, const ffi::Dictionary& attrs) {
+ffi::ErrorOr<Job<Fp8Codes>> MakeJob(std::string_view where, const ffi::AnyBuffer& data,
+                                    const ffi::AnyBuffer& x, const ffi::Dictionary& attrs) {
   TE_ASSIGN_OR_RETURN(format, FormatOf(where, "data", data.element_type()));
   TE_ASSIGN_OR_RETURN(dtype, FloatOf(where, "x", x.element_type()));
   TE_ASSIGN_OR_RETURN(k_ndim, Attr<int64_t>(where, attrs, "k_ndim"));
@@ -44,33 +45,57 @@ ffi::ErrorOr<Job> MakeJob(std::string_view where, const ffi::AnyBuffer& data,
   const auto* codes = static_cast<const uint8_t*>(data.untyped_data());
   const bool aligned =
       AlignedTo(codes, 8) && AlignedTo(x.untyped_data(), 16) && extent.cols % kPack == 0;
-  return Job{codes, extent.rows, extent.cols, format, dtype, x.untyped_data(), aligned};
+  return Job<Fp8Codes>{
+      {codes, extent.cols, format}, extent.rows, extent.cols, dtype, x.untyped_data(), aligned};
 }
 
-template <typename Scales>
-ffi::Error Launch(std::string_view where, cudaStream_t stream, const Job& job,
+template <class Codes, class Scales>
+ffi::Error Launch(std::string_view where, cudaStream_t stream, const Job<Codes>& job,
                   const Scales& scales) {
   if (job.m * job.k == 0) return ffi::Error::Success();
   const unsigned blocks = Blocks(job.m * ((job.k + kPack - 1) / kPack), kDequantizeThreads);
   WithFloat(job.dtype, [&](auto type) {
     DequantizeBlocksKernel<decltype(type)::value><<<blocks, kDequantizeThreads, 0, stream>>>(
-        job.codes, scales, job.m, job.k, job.format, job.aligned, job.x);
+        job.codes, scales, job.m, job.k, job.aligned, job.x);
   });
   return CudaStatus(where, cudaGetLastError());
+}
+
+// e8m0 scales [m, ceil(k / 32)] for axis 1 and [ceil(m / 32), k] for axis 0.
+template <class Codes>
+ffi::Error LaunchE8m0(std::string_view where, cudaStream_t stream, Job<Codes> job,
+                      const ffi::AnyBuffer& scale, const ffi::Dictionary& attrs) {
+  TE_ASSIGN_OR_RETURN(axis, Attr<int64_t>(where, attrs, "axis"));
+  const int64_t across = (job.k + 31) / 32, down = (job.m + 31) / 32;
+  const int64_t scales = axis == 1 ? job.m * across : down * job.k;
+  TE_RETURN_IF_ERROR(CheckCount(where, "scale", scale, ffi::DataType::U8, scales));
+  const auto* bytes = static_cast<const uint8_t*>(scale.untyped_data());
+  if (axis == 1) return Launch(where, stream, job, Mxfp8RowScales{bytes, across});
+  job.aligned = job.aligned && AlignedTo(bytes, 8);
+  return Launch(where, stream, job, Mxfp8ColScales{bytes, job.k});
 }
 
 ffi::Error DequantizeMxfp8Impl(cudaStream_t stream, ffi::AnyBuffer data, ffi::AnyBuffer scale,
                                ffi::Result<ffi::AnyBuffer> x, ffi::Dictionary attrs) {
   constexpr std::string_view kWhere = "dequantize_mxfp8";
-  TE_ASSIGN_OR_RETURN(axis, Attr<int64_t>(kWhere, attrs, "axis"));
   TE_ASSIGN_OR_RETURN(job, MakeJob(kWhere, data, *x, attrs));
-  const int64_t across = (job.k + 31) / 32, down = (job.m + 31) / 32;
-  const int64_t scales = axis == 1 ? job.m * across : down * job.k;
-  TE_RETURN_IF_ERROR(CheckCount(kWhere, "scale", scale, ffi::DataType::U8, scales));
-  const auto* bytes = static_cast<const uint8_t*>(scale.untyped_data());
-  if (axis == 1) return Launch(kWhere, stream, job, Mxfp8RowScales{bytes, across});
-  job.aligned = job.aligned && AlignedTo(bytes, 8);
-  return Launch(kWhere, stream, job, Mxfp8ColScales{bytes, job.k});
+  return LaunchE8m0(kWhere, stream, job, scale, attrs);
+}
+
+ffi::Error DequantizeMxfp6Impl(cudaStream_t stream, ffi::AnyBuffer data, ffi::AnyBuffer scale,
+                               ffi::Result<ffi::AnyBuffer> x, ffi::Dictionary attrs) {
+  constexpr std::string_view kWhere = "dequantize_mxfp6";
+  TE_ASSIGN_OR_RETURN(format, Fp6Of(kWhere, "format", attrs));
+  TE_ASSIGN_OR_RETURN(dtype, FloatOf(kWhere, "x", x->element_type()));
+  TE_ASSIGN_OR_RETURN(k_ndim, Attr<int64_t>(kWhere, attrs, "k_ndim"));
+  TE_ASSIGN_OR_RETURN(extent, AsExtent(kWhere, data, k_ndim + 1));
+  const int64_t m = extent.rows, k = extent.cols / kFp6Bytes * kFp6Group;
+  TE_RETURN_IF_ERROR(CheckCount(kWhere, "data", data, ffi::DataType::U8, extent.size()));
+  TE_RETURN_IF_ERROR(CheckCount(kWhere, "x", *x, x->element_type(), m * k));
+  const auto* codes = static_cast<const uint8_t*>(data.untyped_data());
+  const bool aligned = AlignedTo(codes, 2) && AlignedTo(x->untyped_data(), 16) && k % kPack == 0;
+  const Job<Fp6Codes> job = {{codes, k, format}, m, k, dtype, x->untyped_data(), aligned};
+  return LaunchE8m0(kWhere, stream, job, scale, attrs);
 }
 
 ffi::Error DequantizeBlockImpl(cudaStream_t stream, ffi::AnyBuffer data, ffi::AnyBuffer scale_inv,
@@ -102,6 +127,15 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(DequantizeMxfp8, DequantizeMxfp8Impl,
                                   .Arg<ffi::AnyBuffer>()  // scale u8 [M.. K../32] or [M../32 K..]
                                   .Ret<ffi::AnyBuffer>()  // x [M.. K..]
                                   .Attrs(),               // k_ndim, axis (1 row, 0 col)
+                              {ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(DequantizeMxfp6, DequantizeMxfp6Impl,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                  .Arg<ffi::AnyBuffer>()  // data u8 [M.. K.. 3]
+                                  .Arg<ffi::AnyBuffer>()  // scale u8 [M.. K../8] or [M../32 K.. 4]
+                                  .Ret<ffi::AnyBuffer>()  // x [M.. K.. 4]
+                                  .Attrs(),               // k_ndim, format, axis (1 row, 0 col)
                               {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(DequantizeBlock, DequantizeBlockImpl,

@@ -13,20 +13,21 @@ constexpr std::string_view kWhere = "gemm";
 unsigned FlatBlocks(int64_t items) { return Blocks(items, kGemmThreads, kMaxFlatBlocks); }
 
 void Widen(const Call& call, const Side& side, cudaStream_t stream) {
-  const auto* codes = static_cast<const uint8_t*>(side.data);
+  const auto* data = static_cast<const uint8_t*>(side.data);
   const auto* scale = static_cast<const uint8_t*>(side.scale);
   const Format format = side.type == CUDA_R_8F_E4M3 ? Format::kE4M3 : Format::kE5M2;
   const int64_t m = side.last ? side.rows : call.k, k = side.last ? call.k : side.rows;
+  const Fp8Codes codes = {data, k, format};
   const bool aligned = k % kPack == 0;
   const unsigned blocks = Blocks(m * CeilDiv(k, kPack), kDequantizeThreads, kMaxFlatBlocks);
   if (side.last) {
     const Mxfp8RowScales scales = {scale, CeilDiv(k, kMxBlock)};
-    DequantizeBlocksKernel<Float::kBf16><<<blocks, kDequantizeThreads, 0, stream>>>(
-        codes, scales, m, k, format, aligned, side.copy);
+    DequantizeBlocksKernel<Float::kBf16>
+        <<<blocks, kDequantizeThreads, 0, stream>>>(codes, scales, m, k, aligned, side.copy);
   } else {
     const Mxfp8ColScales scales = {scale, k};
     DequantizeBlocksKernel<Float::kBf16><<<blocks, kDequantizeThreads, 0, stream>>>(
-        codes, scales, m, k, format, aligned && AlignedTo(scale, 8), side.copy);
+        codes, scales, m, k, aligned && AlignedTo(scale, 8), side.copy);
   }
 }
 

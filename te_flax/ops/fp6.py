@@ -32,7 +32,7 @@ def encode(values: Array, format: str) -> Array:
     """Rounds to the nearest code, ties to even, saturating.
 
     Args:
-        values: float32 ``[..]``; a NaN becomes a zero of its sign, FP6 has none.
+        values: float32 ``[..]``; a NaN becomes 0, FP6 has none.
         format: ``"e2m3"`` or ``"e3m2"``.
 
     Returns:
@@ -46,8 +46,8 @@ def encode(values: Array, format: str) -> Array:
     a = _bits.magnitude(bits)
     largest = int(np.float32(MAX[format]).view(np.int32))
     codes = _bits.round_to(jnp.minimum(a, largest), *_SHAPE[format])
-    codes = jnp.where(a > _bits.INF, 0, codes)
-    return (codes | ((bits >> 26) & 0x20)).astype(jnp.uint8)
+    codes = codes | ((bits >> 26) & 0x20)
+    return jnp.where(a > _bits.INF, 0, codes).astype(jnp.uint8)
 
 
 def decode(codes: Array, format: str) -> Array:

@@ -15,13 +15,13 @@ FP6 = {
 
 
 def encode(values: ArrayLike, format: str) -> np.ndarray:
-    """Codes 0 to 63 of float32 values; those of NaN are zeros of its sign."""
+    """Codes 0 to 63 of float32 values; that of NaN is 0."""
     dtype, largest = FP6[format]
     with np.errstate(invalid="ignore", under="ignore"):
         v = np.asarray(values).astype(np.float32)
         finite = np.clip(np.where(np.isnan(v), 0, np.abs(v)), 0, np.float32(largest))
         codes = finite.astype(dtype).view(np.uint8)
-    return codes | (np.signbit(v) * np.uint8(32))
+    return np.where(np.isnan(v), np.uint8(0), codes | (np.signbit(v) * np.uint8(32)))
 
 
 def decode(codes: ArrayLike, format: str) -> np.ndarray:

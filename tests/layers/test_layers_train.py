@@ -148,6 +148,14 @@ def test_eight_bits_end_within_2_percent_of_float32(name):
 
 
 @pytest.mark.slow
+def test_six_bits_end_within_2_percent_of_float32():
+    losses, _ = train(te.MXFP6BlockScaling())
+    reference = last(train(te.HIGH_PRECISION)[0])
+    print(f"mxfp6: {last(losses):.5f}, {last(losses) / reference - 1:+.2%}")
+    assert abs(last(losses) / reference - 1) <= 0.02
+
+
+@pytest.mark.slow
 def test_four_bits_learn():
     """Compiles for a minute: its quantizers have no handler yet."""
     losses, _ = train(te.NVFP4BlockScaling())

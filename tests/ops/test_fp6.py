@@ -5,15 +5,14 @@ import re
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from _quantizers import HANDLERS, INPUTS, REFERENCE, Implementation
+from _quantizers import IMPLEMENTATIONS, INPUTS
 
 from te_flax.ops import fp6
 from te_flax.testing import oracle_mxfp6 as oracle
 from te_flax.testing.patterns import patterns, same_bits
 
 FORMATS = tuple(fp6.MAX)
-RUNS = [REFERENCE, Implementation("reference", ieee=True), *HANDLERS[:2]]
-each = pytest.mark.parametrize("run", RUNS, ids=str)
+each = pytest.mark.parametrize("run", IMPLEMENTATIONS, ids=str)
 each_format = pytest.mark.parametrize("format", FORMATS)
 CODES = np.arange(64, dtype=np.uint8)
 

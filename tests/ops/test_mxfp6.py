@@ -10,9 +10,9 @@ from _quantizers import (
     BF16,
     F32,
     HANDLERS,
+    IMPLEMENTATIONS,
     INPUTS,
     REFERENCE,
-    Implementation,
     bit_patterns,
     examples,
     moderate,
@@ -39,12 +39,9 @@ VARIANTS = {
     for copies in ("ROW", "COL", "ROWCOL")
 }
 ROW, COL, BOTH = (plain for plain, _ in VARIANTS.values())
-# There is no code per instruction set: one level, with and without flushing.
-NATIVE = HANDLERS[:2]
-RUNS = [REFERENCE, Implementation("reference", ieee=True), *NATIVE]
-each = pytest.mark.parametrize("run", RUNS, ids=str)
+each = pytest.mark.parametrize("run", IMPLEMENTATIONS, ids=str)
 each_dtype = pytest.mark.parametrize("dtype", INPUTS, ids=str)
-any_run = st.sampled_from(RUNS)
+any_run = st.sampled_from(IMPLEMENTATIONS)
 
 
 def agree(results, expected) -> None:
@@ -151,7 +148,7 @@ def large_case(dtype: np.dtype):
     return x.astype(dtype), attrs, REFERENCE(BOTH, x.astype(dtype), **attrs)
 
 
-@pytest.mark.parametrize("run", NATIVE, ids=str)
+@pytest.mark.parametrize("run", HANDLERS, ids=str)
 @each_dtype
 def test_many_tiles_equal_the_reference(run, dtype):
     x, attrs, expected = large_case(dtype)

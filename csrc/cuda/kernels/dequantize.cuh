@@ -168,11 +168,22 @@ struct FloatScales {
   }
 };
 
-// data [m, k] with one of the above.
-template <Float dtype, typename Scales>
+// FP8 codes [m, k].
+struct Fp8Codes {
+  const uint8_t* data;
+  int64_t k;
+  Format format;
+
+  __device__ void Load(int64_t r, int64_t c, int valid, bool aligned, float (&v)[kPack]) const {
+    Decode8(LoadCodes(data + r * k + c, valid, aligned), format, v);
+  }
+};
+
+// A matrix [m, k] of codes with scales as above.
+template <Float dtype, class Codes, class Scales>
 __global__ void __launch_bounds__(kDequantizeThreads)
-    DequantizeBlocksKernel(const uint8_t* __restrict__ data, Scales scales, int64_t m, int64_t k,
-                           Format format, bool aligned, void* x) {
+    DequantizeBlocksKernel(Codes codes, Scales scales, int64_t m, int64_t k, bool aligned,
+                           void* x) {
   const int64_t packs = (k + kPack - 1) / kPack;
   const int64_t step = int64_t{gridDim.x} * kDequantizeThreads;
   for (int64_t p = int64_t{blockIdx.x} * kDequantizeThreads + threadIdx.x; p < m * packs;
@@ -183,7 +194,7 @@ __global__ void __launch_bounds__(kDequantizeThreads)
     const int64_t c = (p - r * packs) * kPack;
     const int valid = static_cast<int>(k - c < kPack ? k - c : kPack);
     float v[kPack];
-    Decode8(LoadCodes(data + r * k + c, valid, aligned), format, v);
+    codes.Load(r, c, valid, aligned, v);
     scales.Apply(r, c, valid, aligned, v);
     StoreValues<dtype>(x, r * k + c, v, valid, aligned);
   }

@@ -61,6 +61,19 @@ __device__ inline void StoreCodeValues(void* to, int64_t index, uint2 codes, For
   StoreValues<Float::kBf16>(to, index, v, valid, aligned);
 }
 
+// Of the lanes that share a row block: four neighbours.
+__device__ inline uint32_t LargestOfFour(uint32_t largest) {
+  largest = max(largest, __shfl_xor_sync(~0u, largest, 1));
+  return max(largest, __shfl_xor_sync(~0u, largest, 2));
+}
+
+// Of the lanes that share column blocks: those 8 apart.
+template <Float dtype>
+__device__ inline void JoinColumns(Pack<dtype>& columns) {
+#pragma unroll
+  for (int distance = 8; distance < 32; distance *= 2) columns.Join(columns.Shuffled(distance));
+}
+
 // Row codes (or values) and scales of one warp's tile. With kFull every pack is whole and aligned.
 template <bool kFull, Copies copies, Float dtype>
 __device__ inline void StoreRows(const Outputs& out, const Lane& at, const Mxfp8Slice& slice,
@@ -75,10 +88,7 @@ __device__ inline void StoreRows(const Outputs& out, const Lane& at, const Mxfp8
   int64_t index = at.m * slice.stride + slice.first + at.k;
 #pragma unroll
   for (int i = 0; i < kLaneRows; ++i, index += 4 * slice.stride, scale += step) {
-    uint32_t amax = largest[i];
-    amax = max(amax, __shfl_xor_sync(~0u, amax, 1));
-    amax = max(amax, __shfl_xor_sync(~0u, amax, 2));
-    const uint32_t e8m0 = BlockScale(amax, out.row_format);
+    const uint32_t e8m0 = BlockScale(LargestOfFour(largest[i]), out.row_format);
     const int valid = kFull ? kPack : at.m + 4 * i < out.m ? at.valid : 0;
     const uint2 codes = BlockCodes(packs[i], e8m0, out.row_format);
     if (copies == Copies::kValues && out.row_values) {
@@ -97,15 +107,7 @@ __device__ inline void StoreRows(const Outputs& out, const Lane& at, const Mxfp8
 template <bool kFull, Copies copies, Float dtype>
 __device__ inline void StoreColumns(const Outputs& out, const Lane& at, const Mxfp8Slice& slice,
                                     const Pack<dtype> (&packs)[kLaneRows], Pack<dtype>& columns) {
-#pragma unroll
-  for (int distance = 8; distance < 32; distance *= 2) {
-    Pack<dtype> other;
-#pragma unroll
-    for (int w = 0; w < Pack<dtype>::kWords; ++w) {
-      other.words[w] = __shfl_xor_sync(~0u, columns.words[w], distance);
-    }
-    columns.Join(other);
-  }
+  JoinColumns(columns);
   uint32_t scales[kPack];
   float factors[kPack];
   bool infinite = false;
@@ -144,9 +146,7 @@ __device__ inline void StoreColumns(const Outputs& out, const Lane& at, const Mx
     }
     return;
   }
-  const uint2 bytes = make_uint2(scales[0] | scales[1] << 8 | scales[2] << 16 | scales[3] << 24,
-                                 scales[4] | scales[5] << 8 | scales[6] << 16 | scales[7] << 24);
-  StoreCodes(out.col_scale + block * slice.stride + slice.first + at.k, bytes,
+  StoreCodes(out.col_scale + block * slice.stride + slice.first + at.k, EightBytes(scales),
              kFull ? kPack : at.valid, kFull || out.aligned);
 }
 
@@ -283,12 +283,17 @@ __host__ __device__ int64_t Mxfp8Groups(const Outputs& out) {
   }
 }
 
+// Where a lane works, and whether the tile of its warp is whole and aligned.
+struct MxPlace {
+  Lane lane;
+  bool full;
+};
+
 // A warp makes 32 rows x 64 columns: lane % 8 chooses 8 columns, lane / 8 the rows. The four lanes
 // of a row block are neighbours and those of a column block 8 apart, so that two shuffles join
 // either. With several slices, k is a multiple of 32.
-template <class Source, Copies copies>
-__device__ inline void MakeMxfp8Group(const Source& source, const Outputs& out, uint32_t group,
-                                      Amax* seen) {
+template <class Source>
+__device__ inline MxPlace PlaceOf(const Outputs& out, uint32_t group) {
   using Shape = Mxfp8Shape<Source>;
   const Mxfp8Warp<Source> warp;
   uint32_t down, across;
@@ -308,6 +313,13 @@ __device__ inline void MakeMxfp8Group(const Source& source, const Outputs& out, 
   at.valid = static_cast<int>(left < 0 ? 0 : left < kPack ? left : kPack);
   const bool full = out.aligned && at.k - warp.lane % 8 * kPack + kMxTileColumns <= out.k &&
                     at.m - warp.lane / 8 + kMxBlock <= out.m;
+  return {at, full};
+}
+
+template <class Source, Copies copies>
+__device__ inline void MakeMxfp8Group(const Source& source, const Outputs& out, uint32_t group,
+                                      Amax* seen) {
+  const auto [at, full] = PlaceOf<Source>(out, group);
   if constexpr (Source::kFused) {
     FuseMxfp8Tile<copies>(source, out, at, full, seen);
   } else if (full) {

@@ -213,6 +213,12 @@ __device__ inline uint2 Encode8(const float (&v)[kPack], Format format) {
   return codes;
 }
 
+// Eight values below 256 as bytes, the first one lowest.
+__device__ inline uint2 EightBytes(const uint32_t (&v)[kPack]) {
+  return make_uint2(v[0] | v[1] << 8 | v[2] << 16 | v[3] << 24,
+                    v[4] | v[5] << 8 | v[6] << 16 | v[7] << 24);
+}
+
 // Stores the first `valid` of eight bytes.
 __device__ inline void StoreCodes(uint8_t* to, uint2 codes, int valid, bool aligned) {
   if (aligned && valid == kPack) {
@@ -227,13 +233,18 @@ __device__ inline void StoreCodes(uint8_t* to, uint2 codes, int valid, bool alig
 }
 
 // e8m0 byte of a block whose largest magnitude has these float32 bits (NaN sorts above Inf):
-// amax * f32(1 / max) rounded up to a power of two, clamped at 0. Both maxima are 1.75 * 2^n, and
-// the product rounds to at most 2^k exactly where amax <= 1.75 * 2^(k + n): tried for every
-// float32. So the exponent goes up above a mantissa of 0.75, and a subnormal amax gives 0.
-__device__ inline uint32_t BlockScale(uint32_t amax, Format format) {
+// amax * f32(1 / max) rounded up to a power of two, clamped at 0. With max = s * 2^max_exponent and
+// 1 <= s < 2, the product rounds to at most 2^k exactly where amax <= s * 2^(k + max_exponent):
+// tried for every float32. So the exponent goes up above the mantissa of s, which is what
+// `round_up` makes it do, and a subnormal amax gives 0.
+__device__ inline uint32_t ScaleAbove(uint32_t amax, uint32_t round_up, int max_exponent) {
   if (amax >= kInf) return amax > kInf ? 255 : 254;
-  const int e = static_cast<int>((amax + 0x1fffffu) >> 23);
-  return max(e - (format == Format::kE4M3 ? 8 : 15), 0);
+  return max(static_cast<int>((amax + round_up) >> 23) - max_exponent, 0);
+}
+
+// Of the FP8 formats, whose maxima are 1.75 * 2^8 and 1.75 * 2^15.
+__device__ inline uint32_t BlockScale(uint32_t amax, Format format) {
+  return ScaleAbove(amax, 0x1fffffu, format == Format::kE4M3 ? 8 : 15);
 }
 
 // 2^(127 - e), which turns a NaN block (255) into NaN throughout. For a block with an infinity
