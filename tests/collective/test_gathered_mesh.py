@@ -50,21 +50,28 @@ CASES = {
 }
 
 
+FP6 = ("auto, batch", "explicit, batch", "explicit, rows twice", "three auto")
+
+
 @pytest.mark.parametrize("outputs", [("quantized",), ALL], ids="+".join)
-@pytest.mark.parametrize("case", CASES)
-def test_results_and_bytes(case, outputs):
+@pytest.mark.parametrize(
+    ("case", "quantize"),
+    [(case, "mxfp8") for case in CASES] + [(case, "mxfp6_e2m3") for case in FP6],
+)
+def test_results_and_bytes(case, quantize, outputs):
     mesh, spec, lies = CASES[case]
     x, gamma = operands(rows=ROWS, between=BETWEEN)
     with jax.set_mesh(mesh):
         placed = place(mesh, x, gamma, spec=spec)
-        program = compiled(call(outputs), *placed)
+        program = compiled(call(outputs, quantize), *placed)
         made = program(*placed)
-    same(made, one_device(x, gamma, outputs))
+    same(made, one_device(x, gamma, outputs, quantize))
     for a in jax.tree.leaves(made):
         assert a.sharding.is_equivalent_to(jax.NamedSharding(mesh, lies), a.ndim)
     shares = [mesh.shape[a] for dim in lies for a in (dim,) if a is not None]
     rows = ROWS * BETWEEN[0] // int(np.prod(shares))
-    sent = {"all-gather": gathered(outputs, rows)} if mesh.shape["tp"] > 1 else {}
+    sent = {"all-gather": gathered(outputs, rows, quantize=quantize)}
+    sent = sent if mesh.shape["tp"] > 1 else {}
     assert wire(program) == sent
 
 
