@@ -213,6 +213,7 @@ def test_cuda_program(outputs, monkeypatch):
     assert found == [kernels.get(step, "norm_fwd") for step in steps]
     written = [m == "true" for m in re.findall(r"\bh = (\w+)", text)]
     assert written == ["norm" in steps or "normed" in outputs] * len(written)
+    assert "stablehlo.case" not in text
     assert "bitcast_convert" not in text
     sent = re.findall(r"all_gather\"?\(.*?\) ->\s*tensor<[\dx]+x(\w+)>", text, re.S)
     codes = outputs == ("quantized",)
