@@ -61,6 +61,7 @@ def test_each_order_gives_the_same_bits(outputs, quantize):
         for device in range(DEVICES):
             part = slice(device * rows, (device + 1) * rows)
             same(jax.tree.map(lambda a, part=part: np.asarray(a)[part], made), want)
+        assert " conditional(" not in program.as_text()  # for platforms
         if order == ORDERS[outputs]:
             assert wire(program) == {"all-gather": gathered(outputs, quantize=quantize)}
 
@@ -213,7 +214,6 @@ def test_cuda_program(outputs, monkeypatch):
     assert found == [kernels.get(step, "norm_fwd") for step in steps]
     written = [m == "true" for m in re.findall(r"\bh = (\w+)", text)]
     assert written == ["norm" in steps or "normed" in outputs] * len(written)
-    assert "stablehlo.case" not in text
     assert "bitcast_convert" not in text
     sent = re.findall(r"all_gather\"?\(.*?\) ->\s*tensor<[\dx]+x(\w+)>", text, re.S)
     codes = outputs == ("quantized",)
