@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -85,10 +86,12 @@ class RowGather:
         """Sums ``[gathered, ..]`` of all devices of a group: ``[shard, ..]`` of it."""
         if self.outside is not None or self.group == 1 or a.size == 0:
             return self.own(a)
-        groups = self.groups
-        return lax.psum_scatter(
-            self._spread(a), self.axis, axis_index_groups=groups, tiled=True
-        )
+        a, groups = self._spread(a), self.groups
+        if not any(jax.typeof(a).sharding.spec):
+            return lax.psum_scatter(a, self.axis, axis_index_groups=groups, tiled=True)
+        # JAX cannot lower a reduce-scatter beside Explicit axes: this sends as much.
+        parts = lax.all_to_all(a, self.axis, 0, 0, axis_index_groups=groups, tiled=True)
+        return jnp.sum(parts.reshape(self.group, self.shard, *a.shape[1:]), 0)
 
     def valid(self) -> Array | None:
         """Which of the rows before the gather count; None for all."""

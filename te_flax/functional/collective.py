@@ -190,14 +190,7 @@ def _in_front(config: _Config, x: Array, gamma: Array):
     if quantized:
         copy = jax.tree.map(gather, made.quantized.rowwise)
     elif config.order.then == "quantize":
-        copies = config.quantizer(
-            _core.array(normed),
-            k_ndim=1,
-            rowwise=True,
-            colwise=False,
-            impl=config.norm.impl,
-        )
-        copy = jax.tree.map(config.rows.whole, copies.rowwise)
+        copy = _quantize(config, _core.array(normed))
     return normed, copy, made.extras[0]
 
 
@@ -220,9 +213,11 @@ def _normalize(config: _Config, x: Array, gamma: Array, *, quantized, h) -> Prod
 
 
 def _quantize(config: _Config, normed: Array) -> ScaledTensor | None:
-    return config.quantizer(
+    """Gathered rows as codes."""
+    copies = config.quantizer(
         normed, k_ndim=1, rowwise=True, colwise=False, impl=config.norm.impl
-    ).rowwise
+    )
+    return jax.tree.map(config.rows.whole, copies.rowwise)
 
 
 def _scale(config: _Config, gamma: Array) -> Array:

@@ -50,22 +50,30 @@ CASES = {
 }
 
 
+FP6 = ("auto, batch", "explicit, batch", "explicit, rows twice", "three auto")
+
+
 @pytest.mark.parametrize("outputs", [("quantized",), ALL], ids="+".join)
-@pytest.mark.parametrize("case", CASES)
-def test_results_and_bytes(case, outputs):
+@pytest.mark.parametrize(
+    ("case", "quantize"),
+    [(case, "mxfp8") for case in CASES] + [(case, "mxfp6_e2m3") for case in FP6],
+)
+def test_results_and_bytes(case, quantize, outputs):
     mesh, spec, lies = CASES[case]
     x, gamma = operands(rows=ROWS, between=BETWEEN)
     with jax.set_mesh(mesh):
         placed = place(mesh, x, gamma, spec=spec)
-        program = compiled(call(outputs), *placed)
+        program = compiled(call(outputs, quantize), *placed)
         made = program(*placed)
-    same(made, one_device(x, gamma, outputs))
+    same(made, one_device(x, gamma, outputs, quantize))
     for a in jax.tree.leaves(made):
         assert a.sharding.is_equivalent_to(jax.NamedSharding(mesh, lies), a.ndim)
     shares = [mesh.shape[a] for dim in lies for a in (dim,) if a is not None]
     rows = ROWS * BETWEEN[0] // int(np.prod(shares))
-    sent = {"all-gather": gathered(outputs, rows)} if mesh.shape["tp"] > 1 else {}
+    sent = {"all-gather": gathered(outputs, rows, quantize=quantize)}
+    sent = sent if mesh.shape["tp"] > 1 else {}
     assert wire(program) == sent
+    assert " conditional(" not in program.as_text()  # for platforms
 
 
 @pytest.mark.parametrize("case", ["auto", "explicit", "explicit, rows twice"])
@@ -112,7 +120,8 @@ def test_results_are_whole_beside_a_gradient():
 
     def loss(x, gamma):
         made = call(ALL)(x, gamma)
-        return jnp.sum(made.normed * made.residual).astype(jnp.float32), made
+        found = jax.tree.leaves((made.normed, made.residual))
+        return sum(jnp.sum(a).astype(jnp.float32) for a in found), made
 
     with jax.set_mesh(mesh):
         _, made = run(jax.grad(loss, has_aux=True), *place(mesh, x, gamma, spec=spec))
@@ -179,6 +188,28 @@ def test_batch_beside_a_manual_axis(kind):
     with jax.set_mesh(mesh):
         made = run(f, *place(mesh, x, gamma, spec=P("tp", "dp")))
     same(made, one_device(x, gamma, ALL))
+
+
+@pytest.mark.parametrize("kind", [A, E], ids=lambda k: k.name)
+def test_ragged_rows_beside_another_axis(kind):
+    """In a shard_map over the axis alone, and outside; with gradients."""
+    mesh, rows = mesh_of(kind, kind), (3, 8, 0, 5)
+    x, gamma = operands(jnp.float32, rows=ROWS, between=BETWEEN)
+    kept = np.concatenate([np.arange(8 * i, 8 * i + n) for i, n in enumerate(rows)])
+    want = one_device(x[kept], gamma, ALL)
+    x = x.at[np.setdiff1d(np.arange(ROWS), kept)].set(jnp.nan)
+    f = call(ALL, rows=rows)
+    mapped = jax.shard_map(
+        f, in_specs=(P("tp"), P()), out_specs=P(), axis_names={"tp"}, check_vma=False
+    )
+    with jax.set_mesh(mesh):
+        placed = place(mesh, x, gamma, spec=P("tp", "dp"))
+        for g in (f, mapped):
+            same(run(g, *placed), want)
+            dx, dgamma = run(gradients(g, *want[::2]), *placed)
+            assert np.isfinite(dx).all()
+            assert np.isfinite(dgamma).all()
+            assert np.asarray(dx)[kept].any()
 
 
 def test_explicit_rows_must_be_cut_over_the_axis():
