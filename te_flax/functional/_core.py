@@ -216,7 +216,7 @@ def gradients(
         contracting_dims=(range(len(tokens), ndim), range(k_ndim, k_type.ndim)),
         out_dtype=x_type.dtype,
         split_accumulator=config.split_accumulator[1],
-        out_sharding=wanted(x_type) or config.input.spec,
+        out_sharding=wanted(x_type),
         **options,
     )
     dkernel = gemm(

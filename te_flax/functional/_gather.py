@@ -33,7 +33,7 @@ class Route(NamedTuple):
     """Where codes are made and where a product reads them.
 
     Attributes:
-        start: the placement that XLA would else choose, over Auto mesh axes alone.
+        start: where they are made, as far as Auto mesh axes go.
         end: where the product reads them.
     """
 

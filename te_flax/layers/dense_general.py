@@ -133,8 +133,7 @@ class DenseGeneral(nnx.Module):
         self.precision = _arguments.precision(where, precision)
         self.promote_dtype = promote_dtype
         self.preferred_element_type = preferred_element_type
-        self.input_axes = input_axes
-        self.dot_input_axes = dot_input_axes
+        self.input_axes, self.dot_input_axes = input_axes, dot_input_axes
         self.transpose_batch_sequence = transpose_batch_sequence
         self.recipe = recipe
         n_in, n_out = math.prod(self.in_features), math.prod(self.out_features)

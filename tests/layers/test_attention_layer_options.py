@@ -40,7 +40,7 @@ OPTIONS = {
     "bias_metadata": {"tag": 2},
 }
 ELSEWHERE = {"axis", "kernel_axes", "bias_axes", "input_axes", "kernel_init", "rngs"}
-ELSEWHERE |= {"enable_low_rank_adaptation"}
+ELSEWHERE |= {"enable_low_rank_adaptation", "dot_input_axes"}
 
 
 def test_the_options_are_all_that_dense_general_has():
@@ -163,6 +163,7 @@ def test_logical_axes_of_a_transformer_layer():
     assert first.layernorm_input_axes == batch
     assert first.dot_input_axes == ("batch", None, None)
     assert layer.cross_attention.kv.input_axes == batch
+    assert layer.cross_attention.kv.dot_input_axes == ("batch", None, None)
     assert layer.mlp.input_axes == (
         batch,
         ("batch", None, None),

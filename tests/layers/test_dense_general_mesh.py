@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from _collectives import collectives
 from _dense import RECIPES, data, grid
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
@@ -223,3 +224,24 @@ def test_row_parallel_with_sequence_parallel_scatters_its_sum(axis_type, recipe)
         text = jax.jit(f).lower(state, x).compile().as_text() or ""
     assert len(re.findall(r" reduce-scatter(?:-start)?\(", text)) == 1
     assert not re.findall(r" all-gather(?:-start)?\(", text)
+
+
+def test_fsdp_scatters_the_gradient_that_a_step_applies():
+    """XLA takes the kernel's sharding to its gradient, on an Auto mesh."""
+    mesh = jax.make_mesh((8,), ("dp",), axis_types=(AxisType.Auto,))
+    rules = nnx.logical_axis_rules(te.logical_axis_rules(fsdp="dp"))
+    with jax.set_mesh(mesh), rules, te.autocast(RECIPES["delayed_scaling"]):
+        axes = {"kernel_axes": ("embed", "mlp"), "use_bias": False}
+        layer = te.DenseGeneral(64, 128, **axes, rngs=nnx.Rngs(0))
+        x = jax.device_put(data((8, 16, 64)), NamedSharding(mesh, P("dp")))
+
+        @nnx.jit
+        def step(layer, x):
+            grads = te.grad(lambda layer: jnp.sum(layer(x) ** 2))(layer)
+            layer.kernel[...] -= 0.1 * grads["kernel"][...]
+
+        found = collectives(step.lower(layer, x).compile().as_text() or "")
+    moved = {k: n for k, n in found.items() if k[0] != "all-reduce"}
+    codes, shard = ("all-gather", "f16[128,64]"), ("reduce-scatter", "f32[8,128]")
+    assert moved == {codes: 1, shard: 1}
+    assert {shape for kind, shape in found if kind == "all-reduce"} == {"f32[2]"}

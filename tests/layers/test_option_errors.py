@@ -30,9 +30,10 @@ CHECKED |= {"rotary_pos_emb_group_method"}
 
 # Arguments of DenseGeneral that do not go on under their names.
 PROJECTIONS = {"axis", "enable_low_rank_adaptation", "kernel_axes", "bias_axes"}
+INPUTS = {"input_axes", "dot_input_axes"}
 REFUSED = {
     te.LayerNormDenseGeneral: {"axis", "input_axes"},
-    te.LayerNormMLP: {"axis", "input_axes", "kernel_axes", "bias_axes"},
+    te.LayerNormMLP: {"axis", "kernel_axes", "bias_axes", *INPUTS},
     te.Einsum: {"axis", "use_bias"},
     te.MultiHeadAttention: PROJECTIONS,
     te.TransformerLayer: PROJECTIONS,
