@@ -51,6 +51,8 @@ calls: list = []
 @pytest.fixture(autouse=True)
 def _none():
     calls.clear()
+    yield
+    jax.clear_caches()  # of eager calls, which would find their kernel once more
 
 
 def add(function, op, **options):

@@ -134,7 +134,6 @@ def test_an_interrupted_build_is_no_failure(monkeypatch):
     monkeypatch.setattr(backend, "build", build)
     with te.kernels("amax=jit"), pytest.raises(KeyboardInterrupt):
         text(AMAX, X)
-    monkeypatch.undo()
     assert not registry._entries
 
 
