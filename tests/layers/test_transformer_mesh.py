@@ -238,7 +238,8 @@ def check_sp_scatters_sums_and_gathers_codes(axis_type, recipe, products, device
     with mxfp8_products(products):
         train = on_mesh if products == "codes" else on_mesh.__wrapped__
         text = train("tp, sp", axis_type, recipe, devices)[2]
-    moved = {k: n for k, n in collectives(text, devices).items() if k[0] != "all-reduce"}
+    found = collectives(text, devices)
+    moved = {each: n for each, n in found.items() if each[0] != "all-reduce"}
     assert moved.pop(("reduce-scatter", activation(devices, 2))) == 4
     gathers = {shape: n for (kind, shape), n in moved.items() if kind == "all-gather"}
     assert len(gathers) == len(moved), moved
