@@ -134,7 +134,7 @@ def test_kernels_know_neither_xla_nor_nanobind():
             assert not found, f"{path}: {found}"
 
 
-CPU_KERNELS = ("kernels*", "simd*.inc", "lanes_*.h", "scalar.h", "flush.h")
+CPU_KERNELS = ("kernels*", "simd*.inc", "lanes_*.h", "scalar.h", "flush.h", "fp6.h")
 
 
 def test_compiled_modules_use_no_streams():

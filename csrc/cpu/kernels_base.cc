@@ -8,8 +8,8 @@
 namespace te_flax::cpu {
 namespace {
 
-#include "cpu/mxfp6_tile.inc"
 #include "cpu/simd_activation.inc"
+#include "cpu/simd_mxfp6.inc"
 #include "cpu/simd_norm.inc"
 
 inline void Join(uint32_t bits, Amax* amax) {
