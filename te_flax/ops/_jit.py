@@ -68,6 +68,8 @@ def lower(op: "KernelOp", kernel: registry.Kernel, ctx, *args):
         types.append(jax.ShapeDtypeStruct((view.workspace,), np.uint8))
 
     def call(*arrays):
+        # Else XLA may pass a slice as an address inside its operand, at any alignment.
+        arrays = jax.lax.optimization_barrier(arrays)
         seen = [x.reshape(s) for x, s in zip(arrays, view.operands, strict=True)]
         made = jax.ffi.ffi_call(kernel.name, types, input_output_aliases=aliases)(*seen)
         pairs = zip(made, results, strict=False)  # the workspace is left out

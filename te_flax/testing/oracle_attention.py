@@ -135,8 +135,8 @@ def attention_bounds(
     came before: ``d = e + max e + (S + 8 blocks + 4 R + |lse| + 8) u`` relative in p.
     A product then adds its own sum's roundings, and those of p and ds where they are
     rounded to ``operands``. ds = p (dp - delta), where delta is do . o of the rounded
-    o, or the sum of p dp: both are counted. A fused kernel also rounds p before ds, and
-    dk and dv of each query head before those that share a key are added.
+    o, or the sum of p dp: both are counted. A fused kernel rounds ds times the scale,
+    and dk and dv of each query head before those that share a key are added.
 
     Args:
         x: operands and cotangents.
@@ -169,7 +169,8 @@ def attention_bounds(
         """Of a . b, where a errs by a_error and is rounded for the product."""
         shares = 1 + (fused and axes.endswith("bnsh") and group > 1)
         held = np.einsum(axes, a_error + (shares * unit + count * UNIT) * a, b)
-        held = factor * (held + tiny * np.einsum(axes, np.ones_like(a), b))
+        least = tiny / abs(factor) if fused else tiny
+        held = factor * (held + least * np.einsum(axes, np.ones_like(a), b))
         if axes.endswith("bnsh"):
             held = _per_key_head(held, kv_heads)
         return held + output_rounding(exact, held, dtype) + UNIT * np.abs(exact)
@@ -184,8 +185,6 @@ def attention_bounds(
     delta += UNIT * np.abs(x.dlse)
     ends = np.abs(parts.dp) + np.abs(parts.delta)[..., None]
     ds = parts.p * ((d + 3 * UNIT) * ends + dp_error + delta[..., None])
-    if fused:
-        ds += (unit * parts.p + tiny * x.seen) * ends
     both = np.abs(exact.ds)
     scale = abs(x.scale)
     dq = product("bnts,bnsh->bnth", both, ds, k, s + 4, exact.dq, scale)

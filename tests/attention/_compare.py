@@ -31,9 +31,9 @@ def compare(got, x, dtype, *, blocks=1, operands=None, fused=False):
         if got["bias"].dtype.itemsize < 4:
             info = ml_dtypes.finfo(got["bias"].dtype)
             bound += 1.001 * float(info.eps) * summed(np.abs(want.ds), shape)
-            bound += summed(
-                np.full(want.ds.shape, float(info.smallest_subnormal)), shape
-            )
+            half = float(info.smallest_subnormal) / 2
+            each = half + half / (abs(x.scale) if fused else 1)
+            bound += summed(np.full(want.ds.shape, each), shape)
         close_to(got["bias"], summed(want.ds, shape), bound)
     if "sink" in got:
         close_to(got["sink"], want.dsink, bounds.dsink)
