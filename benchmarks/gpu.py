@@ -7,6 +7,7 @@ and as a share of what a device copy reaches in the same run; products as TFLOP/
 """
 
 import argparse
+import faulthandler
 import functools
 import json
 import math
@@ -30,6 +31,7 @@ from te_flax.ops._choice import parse
 from te_flax.ops._fused import Variant
 
 CALLS = 10
+PATIENCE = 90
 PARTS = ("layers", "products", "kernels", "attention")
 RECIPES = "delayed_scaling,current_scaling,float8_block_scaling,mxfp8"
 
@@ -111,9 +113,13 @@ def ours(work: Work, recipe: Any) -> Step:
 
 
 def timings(runs: dict[str, Step], repeats: int) -> dict[str, list[float]]:
-    """Seconds of a call, each run ``repeats`` times in turn."""
+    """Seconds of a call, each run ``repeats`` times in turn.
+
+    Where nothing comes back for PATIENCE seconds, the stacks are printed.
+    """
     seconds: dict[str, list[float]] = {}
     for name, run in runs.items():
+        faulthandler.dump_traceback_later(PATIENCE)
         start = time.perf_counter()
         try:
             for _ in range(3):
@@ -125,12 +131,14 @@ def timings(runs: dict[str, Step], repeats: int) -> dict[str, list[float]]:
             print(f"{name}: {str(error).splitlines()[0][:160]}")
     for _ in range(repeats):
         for name, times in seconds.items():
+            faulthandler.dump_traceback_later(PATIENCE)
             start = time.perf_counter()
             for _ in range(CALLS):
                 last = runs[name]()
             jax.block_until_ready(last)
             times.append((time.perf_counter() - start) / CALLS)
             del last
+    faulthandler.cancel_dump_traceback_later()
     return seconds
 
 
