@@ -31,7 +31,7 @@ class Collective(NamedTuple):
         and collective-permute B.
         """
         n = self.group
-        size = sum(map(_bytes, self.shapes))
+        size = sum(map(bytes_of, self.shapes))
         factor = {
             "all-reduce": 2 * (n - 1) / n,
             "all-gather": (n - 1) / n,
@@ -60,7 +60,8 @@ def collectives(text: str, devices: int) -> Iterator[Collective]:
             yield Collective(kind, tuple(shapes), group)
 
 
-def _bytes(shape: str) -> int:
+def bytes_of(shape: str) -> int:
+    """Bytes of an array such as "f32[8,2]"."""
     dtype, dims = _SHAPE.findall(shape)[0]
     if dtype.startswith(("f8", "pred")):
         width = 1

@@ -9,6 +9,7 @@ import functools
 import hashlib
 import logging
 import os
+import stat
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -32,9 +33,23 @@ def _foreign(path: Path) -> str:
     if not hasattr(os, "getuid"):  # no such owners
         return ""
     status = path.stat()
-    if status.st_uid != os.getuid():
-        return f"one of user {status.st_uid}"
+    for uid in (path.lstat().st_uid, status.st_uid):  # of a link, and behind it
+        if uid != os.getuid():
+            return f"one of user {uid}"
     return f"mode {status.st_mode & 0o777:o}" if status.st_mode & 0o022 else ""
+
+
+def _replaceable(base: Path) -> str:
+    """Who else could put another folder in the place of one in base, or nothing."""
+    if not hasattr(os, "getuid"):
+        return ""
+    status = base.stat()
+    if status.st_uid not in (0, os.getuid()):
+        return f"one in a folder of user {status.st_uid}"
+    # With the sticky bit, as in /tmp, an entry is its owner's. Many systems make
+    # folders that a group of the user alone can write.
+    free = status.st_mode & 0o002 and not status.st_mode & stat.S_ISVTX
+    return f"one in a folder of mode {status.st_mode & 0o777:o}" if free else ""
 
 
 def folder() -> Path | None:
@@ -44,8 +59,9 @@ def folder() -> Path | None:
         return None
     path = base / "jit"
     try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        foreign = _foreign(path)
+        base.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path.mkdir(mode=0o700, exist_ok=True)
+        foreign = _foreign(path) or _replaceable(base)
     except OSError as error:
         foreign = str(error)
     if foreign:
@@ -77,9 +93,9 @@ def load(backend: KernelBackend, name: str) -> Any | None:
         return None
     for suffix in backend.suffixes:
         file = base / (name + suffix)
-        if not file.exists():
-            continue
         try:
+            if not file.exists():
+                continue
             if _sound(file):
                 return backend.load(file)
             why: object = "a damaged one, or one that others can write"

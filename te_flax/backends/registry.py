@@ -26,6 +26,8 @@ EXTRA = "pip install te_flax[cutedsl]"
 class _Entry:
     """One kernel: pending until ``done``, then ready or, with an error, failed."""
 
+    backend: str
+    key: JitKey
     done: threading.Event = dataclasses.field(default_factory=threading.Event)
     error: str = ""
     origin: str = ""  # "compiled" or "from disk"
@@ -48,7 +50,7 @@ class Kernel:
 
 
 _registered: list[tuple[KernelBackend, tuple[str, ...]]] = []
-_entries: dict[tuple[str, JitKey], _Entry] = {}
+_entries: dict[str, _Entry] = {}  # by the name of the FFI target
 _targets: dict[str, Any] = {}  # name -> kernel, kept alive: XLA forgets no target
 _agreed: dict[str, bool] = {}
 _lock = threading.Lock()  # of the above; held for moments
@@ -193,21 +195,21 @@ def target(backend: KernelBackend, key: JitKey) -> str:
 def _make(backend: KernelBackend, key: JitKey, name: str) -> str:
     """Makes the kernel of a key unless it was; returns the error, if it has one."""
     with _lock:
-        entry = _entries.get((backend.name, key))
+        entry = _entries.get(name)
         mine = entry is None
         if entry is None:
-            entry = _entries[backend.name, key] = _Entry()
+            entry = _entries[name] = _Entry(backend.name, key)
     if mine:
         try:
             with _building:
-                _fill(entry, backend, key, name)
+                _fill(entry, backend, name)
         except Exception as error:
             text = f"{type(error).__name__}: {error}".strip().splitlines()[0]
             entry.error = f"failed: {text}"
             disk.warn(f"{key.op}: building a kernel of {backend.name} {entry.error}")
         except BaseException:  # interrupted: nothing is known of it
             with _lock:
-                del _entries[backend.name, key]
+                del _entries[name]
             entry.error = "interrupted"
             raise
         finally:
@@ -216,14 +218,14 @@ def _make(backend: KernelBackend, key: JitKey, name: str) -> str:
     return entry.error
 
 
-def _fill(entry: _Entry, backend: KernelBackend, key: JitKey, name: str) -> None:
+def _fill(entry: _Entry, backend: KernelBackend, name: str) -> None:
     start = time.perf_counter()
     entry.origin = "from disk"
     function = _targets.get(name) or disk.load(backend, name)
     if function is None:
         entry.origin = "compiled"
         with tempfile.TemporaryDirectory() as work:
-            function = backend.build(key, Path(work, name))
+            function = backend.build(entry.key, Path(work, name))
             if isinstance(function, Path):
                 function = backend.load(disk.keep(function))
     if name not in _targets:
@@ -234,9 +236,9 @@ def _fill(entry: _Entry, backend: KernelBackend, key: JitKey, name: str) -> None
 
 def made() -> Iterator[tuple[JitKey, str, float]]:
     """Yields key, origin ("compiled" or "from disk") and seconds of each kernel."""
-    for (_, key), entry in list(_entries.items()):
+    for entry in list(_entries.values()):
         if entry.done.is_set() and not entry.error:
-            yield key, entry.origin, entry.seconds
+            yield entry.key, entry.origin, entry.seconds
 
 
 def reset() -> None:
@@ -249,8 +251,8 @@ def reset() -> None:
         >>> reset()
     """
     with _lock:
-        for key in [k for k, e in _entries.items() if e.done.is_set() and e.error]:
-            del _entries[key]
+        for name in [n for n, e in _entries.items() if e.done.is_set() and e.error]:
+            del _entries[name]
     disk.warn.cache_clear()
 
 
@@ -264,10 +266,14 @@ def ensure(names: Iterable[str]) -> None:
 
     Raises:
         ValueError: a kernel is neither here nor on disk.
+        TypeError: names is a string.
 
     Example:
         >>> ensure([])
     """
+    if isinstance(names, str):
+        rule, remedy = "be a list of names", f"write [{names!r}]"
+        raise TypeError(message("ensure", "names", rule, repr(names), remedy))
     for name in names:
         with _building:
             if name in _targets:
@@ -291,10 +297,10 @@ def _all() -> Iterator[KernelBackend]:
 def _digest() -> str:
     """What must be equal in all processes for them to compile the same program."""
     parts = [
-        (b.name, b.platform, b.version(), b.source_hash(), bool(b.available()))
+        (b.name, b.version(), b.source_hash(), bool(b.available()), arch(b.platform))
         for b in _all()
     ]
-    text = repr((parts, CONFIG.jit, CONFIG.kernels, CONFIG.jit_arch))
+    text = repr((parts, CONFIG.jit, CONFIG.kernels))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -305,7 +311,7 @@ def agree() -> bool:
     handlers: all must compile the same. With one process there is nothing to compare.
 
     Returns:
-        Whether backends, versions, sources and settings are equal everywhere.
+        Whether backends, versions, sources, GPUs and settings are equal everywhere.
 
     Example:
         >>> agree()
@@ -340,7 +346,8 @@ def describe(op: str, platform: str) -> tuple[bool, str]:
         if why := why_not(backend):
             reasons.append(why)
             continue
-        mine = [e for (b, k), e in _entries.items() if (b, k.op) == (backend.name, op)]
+        asked = backend.name, op
+        mine = [e for e in list(_entries.values()) if (e.backend, e.key.op) == asked]
         version = f"{backend.name} {backend.version()}".strip()
         return True, f"{version} | {_counted(mine)}" if mine else version
     return False, "; ".join(reasons) or "no backend generates kernels for it"

@@ -1,5 +1,6 @@
 """Checks of what :func:`te_flax.allgather_rms_norm` is given."""
 
+import numbers
 import operator
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -41,6 +42,10 @@ def arrays(x: Any, gamma: Any) -> None:
 
 def norm(epsilon: float, weight_offset: float) -> NormConfig:
     """Refuses numbers that float32 does not hold, and reads the kernel rules."""
+    for name, value in (("epsilon", epsilon), ("weight_offset", weight_offset)):
+        if not isinstance(value, numbers.Real):
+            rule, remedy = "be a number known while tracing", "pass a float"
+            raise TypeError(message(WHERE, name, rule, repr(value), remedy))
     largest = float(np.finfo(np.float32).max)
     if not 0 <= epsilon <= largest:
         rule = "be finite in float32 and >= 0"
@@ -63,21 +68,23 @@ def outputs(
     formats: Iterable[str],
 ) -> tuple[str, ...]:
     """Returns the results asked for, in their order; refuses unknown ones."""
-    if quantize is not None and quantize not in formats:
+    if quantize is not None and quantize not in tuple(formats):
         rule = f"be None or one of {', '.join(map(repr, formats))}"
         raise refuse("quantize", rule, repr(quantize), "choose one")
     if wanted is None:
         wanted = [name for name in OUTPUTS if name != "quantized" or quantize]
-    if isinstance(wanted, str) or not wanted or not set(wanted) <= set(OUTPUTS):
+    several = isinstance(wanted, Iterable) and not isinstance(wanted, str)
+    named = tuple(wanted) if several else ()
+    if not named or any(name not in OUTPUTS for name in named):
         rule = f"be some of {OUTPUTS}"
         raise refuse("outputs", rule, repr(wanted), "name what you use")
-    if ("quantized" in wanted) and quantize is None:
+    if "quantized" in named and quantize is None:
         rule = "leave out 'quantized' without quantize="
-        raise refuse("outputs", rule, tuple(wanted), "choose quantize='mxfp8'")
-    if "quantized" in wanted and features % BLOCK:
+        raise refuse("outputs", rule, named, "choose quantize='mxfp8'")
+    if "quantized" in named and features % BLOCK:
         rule, remedy = f"have features in whole blocks of {BLOCK}", "pad the features"
         raise refuse("x", rule, f"{features} features", remedy)
-    return tuple(name for name in OUTPUTS if name in wanted)
+    return tuple(name for name in OUTPUTS if name in named)
 
 
 def rows(

@@ -80,6 +80,40 @@ def test_a_folder_or_file_that_others_can_write_is_not_used(tmp_path, caplog):
     assert "got mode 770" in caplog.text
 
 
+def test_a_folder_that_others_can_replace_is_not_used(tmp_path, caplog):
+    run()
+    base = tmp_path / "cache"
+    assert base.stat().st_mode & 0o777 == 0o700
+    base.chmod(0o777)
+    assert run().built
+    assert "got one in a folder of mode 777" in caplog.text
+    base.chmod(0o1777)
+    assert not run().built
+
+
+def test_a_link_of_someone_else_is_not_followed(tmp_path, monkeypatch, caplog):
+    run()
+    (tmp_path / "cache" / "jit").rename(tmp_path / "kernels")
+    (tmp_path / "cache" / "jit").symlink_to(tmp_path / "kernels")
+    assert not run().built
+    if os.getuid() == 0:
+        os.lchown(tmp_path / "cache" / "jit", 4711, -1)
+        assert run().built
+        assert "got one of user 4711" in caplog.text
+
+
+def test_a_folder_that_cannot_be_read_costs_nothing_but_time(
+    tmp_path, monkeypatch, caplog
+):
+    def locked(*_):
+        raise PermissionError("no search permission")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(disk.Path, "exists", locked)
+        assert run().built
+    assert "no search permission" in caplog.text
+
+
 def test_without_a_folder_kernels_are_built_in_every_process(
     tmp_path, monkeypatch, caplog
 ):

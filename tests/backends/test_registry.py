@@ -166,12 +166,11 @@ def test_the_name_changes_with_all_that_the_code_depends_on():
     assert name(jnp.ones((3, 5))) in seen  # shapes are no part of it
     seen.add(name(X.astype(jnp.bfloat16)))
     backend.source = "2"
-    registry._entries.clear()
     seen.add(name())
     backend.release = "1.1"
-    registry._entries.clear()
     seen.add(name())
     assert len(seen) == 4
+    assert {TARGET + n for n in seen} == set(backend.named)  # each is there
 
 
 def test_the_choice_is_part_of_the_jit_key():
@@ -212,6 +211,9 @@ def test_processes_must_have_agreed(monkeypatch):
     monkeypatch.setattr(multihost_utils, "process_allgather", gather)
     assert te.backends.agree()
     assert registry.why_not(backend) is None
+    monkeypatch.setattr(registry, "arch", lambda platform: ("sm_100a", ""))
+    assert "call te.backends.agree()" not in (registry.why_not(backend) or "")
+    assert registry.why_not(backend)  # agreed for another GPU
     theirs["words"] = [0] * 8
     assert not te.backends.agree()
     assert (
@@ -231,6 +233,8 @@ def test_bad_arguments():
         register_backend(Fake(), "amax")
     with pytest.raises(ValueError, match="ensure: names must be a kernel on disk in"):
         te.backends.ensure(["te_flax.jit.amax.0"])
+    with pytest.raises(TypeError, match="ensure: names must be a list of names"):
+        te.backends.ensure("a")
     base = KernelBackend()
     base.name = "base"
     key = registry.JitKey("amax", "cpu", "", (), (), ())

@@ -2,8 +2,6 @@
 
 import functools
 import itertools
-import math
-import re
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +11,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import te_flax as te
+from benchmarks.wire import bytes_of, collectives
 from te_flax.functional.collective import GatheredNorm
 
 DEVICES, SHARD, FEATURES = 8, 4, 96
@@ -98,28 +97,11 @@ def same(got, want):
         np.testing.assert_array_equal(bits(a), bits(b))
 
 
-_KINDS = "all-gather|reduce-scatter|all-reduce|all-to-all|collective-permute"
-_BYTES = {
-    "u8": 1,
-    "f8e4m3fn": 1,
-    "u16": 2,
-    "f16": 2,
-    "bf16": 2,
-    "u32": 4,
-    "f32": 4,
-    "s32": 4,
-}
-
-
 def wire(executable):
     """The bytes of the results of each kind of collective, one number for each."""
     found = {}
-    for shapes, kind in re.findall(
-        rf" = (.*?) ({_KINDS})(?:-start)?\(", executable.as_text()
-    ):
-        for dtype, dims in re.findall(r"(\w+)\[([\d,]*)\]", shapes):
-            count = math.prod(int(n) for n in dims.split(",") if n)
-            found.setdefault(kind, []).append(_BYTES[dtype] * count)
+    for each in collectives(executable.as_text(), DEVICES):
+        found.setdefault(each.kind, []).extend(map(bytes_of, each.shapes))
     return {kind: sorted(sizes) for kind, sizes in found.items()}
 
 

@@ -28,6 +28,9 @@ VALUES = {
     r"outputs must be some of \('normed', .*, got 'normed'": {"outputs": "normed"},
     r"outputs must be some of .*, got \('codes',\)": {"outputs": ("codes",)},
     r"outputs must be some of .*, got \(\)": {"outputs": ()},
+    r"outputs must be some of .*, got \[\['normed'\]\]": {"outputs": [["normed"]]},
+    "outputs must be some of .*, got 3": {"outputs": 3},
+    r"quantize must be None or one of .*, got \['mxfp8'\]": {"quantize": ["mxfp8"]},
     "outputs must leave out 'quantized' without quantize=": {"outputs": ["quantized"]},
     "axis must name an axis of the mesh .*'tp'.*, got 'dp'": {"axis": "dp"},
     "rows must be 8 numbers, .* of 0 to 4, got .*; give the": {"rows": (1, 2)},
@@ -46,6 +49,8 @@ TYPES = {
     "group_size must be an int or None, got 2.0": {"group_size": 2.0},
     "group_size must be an int or None, got True": {"group_size": True},
     "rows must be ints known while tracing, got 4": {"rows": 4},
+    "epsilon must be a number known while tracing, got None": {"epsilon": None},
+    "weight_offset must be a number .*, got '1'; pass a float": {"weight_offset": "1"},
     "rows must be ints known while tracing, got .*1.5": {"rows": (1.5,) * 8},
 }
 
@@ -58,6 +63,13 @@ TYPES = {
 def test_options(match, options, error):
     with pytest.raises(error, match=f"^allgather_rms_norm: {match}"):
         called(*operands(), **{"axis": "tp"} | options)
+
+
+def test_outputs_of_any_kind():
+    for names in ({"normed"}, (name for name in ("normed",)), ["normed", "normed"]):
+        made = called(*operands(), axis="tp", outputs=names)
+        assert made.normed is not None
+        assert made.residual is None
 
 
 def test_row_counts_that_are_traced():

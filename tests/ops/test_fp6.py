@@ -89,6 +89,8 @@ def test_functions_join_the_groups():
     same_bits(data, oracle.pack(np.asarray(codes)))
     same_bits(fp6.unpack(data)[:, :10], np.asarray(codes))
     same_bits(fp6.joined(fp6.split(data)), np.asarray(data))
+    half = fp6.decode(codes, "e3m2").astype(jnp.bfloat16)
+    same_bits(np.asarray(fp6.encode(half, "e3m2")), np.asarray(codes))
     same_bits(fp6.split(data), np.asarray(data).reshape(3, 3, 3))
 
 
@@ -99,6 +101,9 @@ def test_bad_arguments_are_named():
     say = "fp6_decode: format must be e2m3 or e3m2, got 'fp6'"
     with pytest.raises(ValueError, match=re.escape(say)):
         fp6.FP6_DECODE(jnp.ones(4, jnp.uint8), format="fp6")
+    for function in (fp6.encode, fp6.decode):
+        with pytest.raises(ValueError, match="format must be e2m3 or e3m2, got 'e4m3'"):
+            function(jnp.ones(4, jnp.uint8), "e4m3")
     with pytest.raises(TypeError, match="fp6_pack: codes must be uint8, got float32"):
         fp6.FP6_PACK(jnp.ones(4), k_ndim=1)
     with pytest.raises(ValueError, match="fp6_unpack: data must have 3 = 3, got 4 in"):
