@@ -65,7 +65,10 @@ class CuteDSL(KernelBackend):
     def supports(self, call: Call) -> str | None:
         """Whole blocks, one dtype, and what fits into registers."""
         key = call.key
-        if not key.arch.startswith("sm_") or int(key.arch[3:].rstrip("af")) < 89:
+        prefix, _, number = key.arch.rstrip("af").partition("_")
+        if prefix != "sm" or not number.isdigit():
+            return f"{key.arch!r} is no architecture such as sm_90a"
+        if int(number) < 89:
             return f"{key.arch} has no conversion to FP8"
         spec = spec_of(key)
         mixed = {*key.operands[int(spec.noop) :][: 1 + spec.backward]}

@@ -159,26 +159,38 @@ def resolve(
     """
     reasons = []
     for backend in backends(op, platform):
-        why = why_not(backend)
-        if not why:
-            changing = {k: v for k, v in attrs.items() if k not in backend.shape_attrs}
-            key = JitKey(
-                op,
-                platform,
-                arch(platform)[0],
-                tuple(t.dtype.name for t in operands),
-                tuple(t.dtype.name for t in results),
-                tuple(sorted(changing.items())),
-            )
-            call = Call(key, operands, results, attrs)
-            why = backend.supports(call)
-            if not why:
-                name = target(backend, key)
-                why = _make(backend, key, name)
-                if not why:
-                    return Kernel(name, backend, call)
-        reasons.append(f"{backend.name}: {why}")
+        changing = {k: v for k, v in attrs.items() if k not in backend.shape_attrs}
+        key = JitKey(
+            op,
+            platform,
+            arch(platform)[0],
+            tuple(t.dtype.name for t in operands),
+            tuple(t.dtype.name for t in results),
+            tuple(sorted(changing.items())),
+        )
+        found = _ask(backend, Call(key, operands, results, attrs))
+        if isinstance(found, Kernel):
+            return found
+        reasons.append(f"{backend.name}: {found}")
     return "; ".join(reasons) or f"no backend generates kernels for it on {platform}"
+
+
+def _ask(backend: KernelBackend, call: Call) -> Kernel | str:
+    """The kernel of one backend, or why there is none; a faulty one stops no run."""
+    try:
+        why = why_not(backend) or backend.supports(call)
+        name = "" if why else target(backend, call.key)
+    except Exception as error:
+        why = _failed(error)
+        disk.warn(f"{call.key.op}: asking {backend.name} {why}")
+    else:
+        why = why or _make(backend, call.key, name)
+    return why or Kernel(name, backend, call)
+
+
+def _failed(error: Exception) -> str:
+    """The first line of an error."""
+    return f"failed: {f'{type(error).__name__}: {error}'.strip().splitlines()[0]}"
 
 
 def target(backend: KernelBackend, key: JitKey) -> str:
@@ -204,8 +216,7 @@ def _make(backend: KernelBackend, key: JitKey, name: str) -> str:
             with _building:
                 _fill(entry, backend, name)
         except Exception as error:
-            text = f"{type(error).__name__}: {error}".strip().splitlines()[0]
-            entry.error = f"failed: {text}"
+            entry.error = _failed(error)
             disk.warn(f"{key.op}: building a kernel of {backend.name} {entry.error}")
         except BaseException:  # interrupted: nothing is known of it
             with _lock:

@@ -75,6 +75,9 @@ def test_what_else_is_refused():
     row = [(64, 96)]
     old = supports(call_of("quantize_mxfp8_row", row, arch="sm_80"))
     assert old == "sm_80 has no conversion to FP8"
+    for arch in ("90a", "sm_", "sm_hopper"):
+        odd = supports(call_of("quantize_mxfp8_row", row, arch=arch))
+        assert odd == f"{arch!r} is no architecture such as sm_90a"
     gated = [(64, 96), (64, 2, 96)]
     name = "silu,linear"
     assert supports(call_of(BWD, gated, activation=name)) is None

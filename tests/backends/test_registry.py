@@ -125,6 +125,24 @@ def test_a_failure_is_kept_said_once_and_forgotten_on_demand(monkeypatch, caplog
     assert len(backend.built) == 2
 
 
+@pytest.mark.parametrize("method", ["available", "supports", "version"])
+def test_a_faulty_backend_stops_no_run(monkeypatch, caplog, method):
+    configure(monkeypatch, jit="1")
+    backend = add()
+
+    def broken(*_):
+        raise AttributeError("no such thing\nat all")
+
+    monkeypatch.setattr(backend, method, broken)
+    for _ in range(2):
+        assert TARGET not in text(AMAX, X)
+    said = [r.message for r in caplog.records]
+    assert said == ["amax: asking fake failed: AttributeError: no such thing"]
+    match = "fake: failed: AttributeError: no such thing; use"
+    with te.kernels("amax=jit"), pytest.raises(NotImplementedError, match=match):
+        text(AMAX, X)
+
+
 def test_an_interrupted_build_is_no_failure(monkeypatch):
     backend = add()
 
