@@ -73,7 +73,7 @@ def test_results_and_bytes(case, quantize, outputs):
     sent = {"all-gather": gathered(outputs, rows, quantize=quantize)}
     sent = sent if mesh.shape["tp"] > 1 else {}
     assert wire(program) == sent
-    assert " conditional(" not in program.as_text()  # for platforms
+    assert " conditional(" not in (program.as_text() or "")  # for platforms
 
 
 @pytest.mark.parametrize("case", ["auto", "explicit", "explicit, rows twice"])

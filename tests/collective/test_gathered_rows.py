@@ -61,7 +61,7 @@ def test_each_order_gives_the_same_bits(outputs, quantize):
         for device in range(DEVICES):
             part = slice(device * rows, (device + 1) * rows)
             same(jax.tree.map(lambda a, part=part: np.asarray(a)[part], made), want)
-        assert " conditional(" not in program.as_text()  # for platforms
+        assert " conditional(" not in (program.as_text() or "")  # for platforms
         if order == ORDERS[outputs]:
             assert wire(program) == {"all-gather": gathered(outputs, quantize=quantize)}
 
