@@ -1,4 +1,4 @@
-"""In which order rows are gathered, normalised and quantized: a measured choice."""
+"""The order in which rows are gathered, normalised and quantized, by bytes sent."""
 
 from typing import NamedTuple
 
