@@ -7,8 +7,6 @@ command buffer. Printed is reference / handler, so that above 1 the handler is f
 
 import argparse
 import functools
-import glob
-import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,6 +15,7 @@ import jax.numpy as jnp
 
 import te_flax as te
 from benchmarks.layers import GELU, NORM_OPTIONS
+from benchmarks.profiles import gpu_events
 from te_flax.ops import amax, block, dequantize, mxfp8, quantize
 from te_flax.ops._fused import Variant
 from te_flax.ops._op import KernelOp
@@ -33,16 +32,8 @@ def gpu_time(call: Callable, arrays: tuple) -> float:
     """Nanoseconds of one call on the GPU."""
     for _ in range(2):
         jax.block_until_ready(call(*arrays))
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            for _ in range(CALLS):
-                last = call(*arrays)
-            jax.block_until_ready(last)
-        (path,) = glob.glob(f"{folder}/**/*.xplane.pb", recursive=True)
-        planes = jax.profiler.ProfileData.from_file(path).planes
-        lines = [line for p in planes if "GPU" in p.name for line in p.lines]
-        events = [e for line in lines if "Stream" in line.name for e in line.events]
-        return sum(e.duration_ns + GAP for e in events) / CALLS
+    found = gpu_events(functools.partial(call, *arrays), CALLS)
+    return sum(e.duration_ns + GAP for events in found for e in events) / CALLS
 
 
 def cases(m: int, k: int, dtype: Any) -> Iterator[tuple[KernelOp, tuple, dict]]:

@@ -12,10 +12,9 @@ import concurrent.futures
 import contextlib
 import json
 import statistics
-import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -25,6 +24,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import te_flax as te
 from benchmarks import gpu, wire
 from benchmarks.peers import Step, Work, chained, nnx_gradients
+from benchmarks.profiles import Event, gpu_events
 from examples.encoder.model import AXES
 
 P = PartitionSpec
@@ -76,19 +76,7 @@ def collective_times(step: Step) -> tuple[float, float] | None:
 
     The mean over the devices; None where the profile shows no such kernel.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            for _ in range(STEPS):
-                last = step()
-            jax.block_until_ready(last)
-        (path,) = Path(folder).rglob("*.xplane.pb")
-        planes = jax.profiler.ProfileData.from_file(str(path)).planes
-        lines = [
-            [line for line in plane.lines if "Stream" in line.name]
-            for plane in planes
-            if plane.name.startswith("/device:GPU")
-        ]
-        found = [_split(e for line in each for e in line.events) for each in lines]
+    found = [_split(events) for events in gpu_events(step, STEPS)]
     found = [pair for pair in found if pair[0]]
     if not found:
         return None
@@ -96,7 +84,7 @@ def collective_times(step: Step) -> tuple[float, float] | None:
     return float(total), float(alone)
 
 
-def _split(events: Iterable[Any]) -> tuple[float, float]:
+def _split(events: Iterable[Event]) -> tuple[float, float]:
     """Nanoseconds of the collectives, and of them those outside all other kernels."""
     spans: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
     for event in events:
