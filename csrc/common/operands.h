@@ -55,6 +55,30 @@ ffi::ErrorOr<T> Attr(std::string_view where, const ffi::Dictionary& attrs, std::
   return attrs.get<T>(name);
 }
 
+// The call of a quantizer whose copies have a scale for each block of 32: [noop f32[1]] x [previous
+// results] -> [row, row_scale] [col, col_scale] amax.
+struct MxCall {
+  bool noop, row, col;
+  int64_t k_ndim;
+  Operands all;
+  const ffi::AnyBuffer& x() const { return all.args[noop ? 1 : 0]; }
+};
+
+inline ffi::ErrorOr<MxCall> ReadMxCall(std::string_view where, ffi::RemainingArgs args,
+                                       ffi::RemainingRets rets, const ffi::Dictionary& attrs) {
+  MxCall call = {AttrOr(attrs, "noop", false),
+                 AttrOr(attrs, "row", false),
+                 AttrOr(attrs, "col", false),
+                 0,
+                 {}};
+  TE_ASSIGN_OR_RETURN(k_ndim, Attr<int64_t>(where, attrs, "k_ndim"));
+  const size_t n_rets = 2 * (size_t{call.row} + size_t{call.col}) + 1;
+  TE_ASSIGN_OR_RETURN(all, Collect(where, args, rets, call.noop ? 2 + n_rets : 1, n_rets));
+  call.k_ndim = k_ndim;
+  call.all = all;
+  return call;
+}
+
 inline ffi::Error CheckCount(std::string_view where, std::string_view argument,
                              const ffi::AnyBuffer& buffer, ffi::DataType type, int64_t count) {
   const auto got = static_cast<int64_t>(buffer.element_count());

@@ -70,28 +70,24 @@ ffi::Error ReadCopy(const Operands& all, size_t at, const Matrix& x, int64_t sca
 
 ffi::Error QuantizeMxfp6Impl(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
                              ffi::Dictionary attrs) {
-  const bool noop = AttrOr(attrs, "noop", false);
-  const bool row = AttrOr(attrs, "row", false);
-  const bool col = AttrOr(attrs, "col", false);
-  TE_ASSIGN_OR_RETURN(k_ndim, Attr<int64_t>(kWhere, attrs, "k_ndim"));
-  const size_t n_rets = 2 * (size_t{row} + size_t{col}) + 1;
-  TE_ASSIGN_OR_RETURN(all, Collect(kWhere, args, rets, noop ? 2 + n_rets : 1, n_rets));
-  if (noop) {
+  TE_ASSIGN_OR_RETURN(call, ReadMxCall(kWhere, args, rets, attrs));
+  const Operands& all = call.all;
+  if (call.noop) {
     TE_ASSIGN_OR_RETURN(keep, KeepsPrevious(kWhere, all));
     if (keep) return ffi::Error::Success();
   }
-  TE_ASSIGN_OR_RETURN(x, AsMatrix(kWhere, all.args[noop], k_ndim));
+  TE_ASSIGN_OR_RETURN(x, AsMatrix(kWhere, call.x(), call.k_ndim));
   Copy rowwise;
   Copy colwise;
-  if (row) {
+  if (call.row) {
     TE_ASSIGN_OR_RETURN(format, Fp6Of(kWhere, "row_format", attrs));
     const int64_t scales = x.rows * CeilDiv(x.cols, kMxBlock);
     TE_RETURN_IF_ERROR(ReadCopy(all, 0, x, scales, format, &rowwise));
   }
-  if (col) {
+  if (call.col) {
     TE_ASSIGN_OR_RETURN(format, Fp6Of(kWhere, "col_format", attrs));
     const int64_t scales = CeilDiv(x.rows, kMxBlock) * x.cols;
-    TE_RETURN_IF_ERROR(ReadCopy(all, row ? 2 : 0, x, scales, format, &colwise));
+    TE_RETURN_IF_ERROR(ReadCopy(all, call.row ? 2 : 0, x, scales, format, &colwise));
   }
   TE_RETURN_IF_ERROR(CheckCount(kWhere, "amax", all.rets.back(), ffi::DataType::F32, 2));
   const bool empty = x.rows * x.cols == 0;

@@ -101,26 +101,22 @@ Amax QuantizeAll(ffi::ThreadPool& pool, const Matrix& x, const Copy& row, const 
 
 ffi::Error QuantizeMxfp8Impl(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
                              ffi::Dictionary attrs) {
-  const bool noop = AttrOr(attrs, "noop", false);
-  const bool row = AttrOr(attrs, "row", false);
-  const bool col = AttrOr(attrs, "col", false);
+  TE_ASSIGN_OR_RETURN(call, ReadMxCall(kWhere, args, rets, attrs));
   const bool swizzled = AttrOr(attrs, "swizzled", false);
-  TE_ASSIGN_OR_RETURN(k_ndim, Attr<int64_t>(kWhere, attrs, "k_ndim"));
-  const size_t n_rets = 2 * (size_t{row} + size_t{col}) + 1;
-  TE_ASSIGN_OR_RETURN(all, Collect(kWhere, args, rets, noop ? 2 + n_rets : 1, n_rets));
-  if (noop) {
+  const Operands& all = call.all;
+  if (call.noop) {
     TE_ASSIGN_OR_RETURN(keep, KeepsPrevious(kWhere, all));
     if (keep) return ffi::Error::Success();
   }
-  TE_ASSIGN_OR_RETURN(x, AsMatrix(kWhere, all.args[noop], k_ndim));
+  TE_ASSIGN_OR_RETURN(x, AsMatrix(kWhere, call.x(), call.k_ndim));
   Copy rowwise;
   Copy colwise;
   rowwise.scales = {nullptr, x.rows, CeilDiv(x.cols, kMxBlock), swizzled};
   // The logical colwise scales are [M/32, K], the swizzled ones belong to the transpose.
   colwise.scales = {nullptr, x.cols, CeilDiv(x.rows, kMxBlock), swizzled};
-  if (row) TE_RETURN_IF_ERROR(ReadCopy(all.rets[0], all.rets[1], x, &rowwise));
-  const size_t at = row ? 2 : 0;
-  if (col) TE_RETURN_IF_ERROR(ReadCopy(all.rets[at], all.rets[at + 1], x, &colwise));
+  if (call.row) TE_RETURN_IF_ERROR(ReadCopy(all.rets[0], all.rets[1], x, &rowwise));
+  const size_t at = call.row ? 2 : 0;
+  if (call.col) TE_RETURN_IF_ERROR(ReadCopy(all.rets[at], all.rets[at + 1], x, &colwise));
   TE_RETURN_IF_ERROR(CheckCount(kWhere, "amax", all.rets.back(), ffi::DataType::F32, 2));
   const bool empty = x.rows * x.cols == 0;
   WriteAmax(empty ? Amax{} : QuantizeAll(pool, x, rowwise, colwise), all.rets.back());

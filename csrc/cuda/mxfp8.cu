@@ -74,24 +74,19 @@ ffi::Error Launch(cudaStream_t stream, Float dtype, const void* x, const Outputs
 
 ffi::Error QuantizeMxfp8Impl(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
                              ffi::Dictionary attrs) {
-  const bool noop = AttrOr(attrs, "noop", false);
-  const bool row = AttrOr(attrs, "row", false);
-  const bool col = AttrOr(attrs, "col", false);
-  TE_ASSIGN_OR_RETURN(k_ndim, Attr<int64_t>(kWhere, attrs, "k_ndim"));
-  const size_t n_rets = 2 * (size_t{row} + size_t{col}) + 1;
-  TE_ASSIGN_OR_RETURN(all, Collect(kWhere, args, rets, noop ? 2 + n_rets : 1, n_rets));
-  const ffi::AnyBuffer& x = all.args[noop ? 1 : 0];
+  TE_ASSIGN_OR_RETURN(call, ReadMxCall(kWhere, args, rets, attrs));
+  const ffi::AnyBuffer& x = call.x();
   TE_ASSIGN_OR_RETURN(dtype, FloatOf(kWhere, "x", x.element_type()));
-  TE_ASSIGN_OR_RETURN(extent, AsExtent(kWhere, x, k_ndim));
+  TE_ASSIGN_OR_RETURN(extent, AsExtent(kWhere, x, call.k_ndim));
   Outputs p = {};
   p.m = extent.rows;
   p.k = extent.cols;
   p.swizzled = AttrOr(attrs, "swizzled", false);
-  if (noop) {
-    TE_ASSIGN_OR_RETURN(flag, TakeNoop(kWhere, stream, all));
+  if (call.noop) {
+    TE_ASSIGN_OR_RETURN(flag, TakeNoop(kWhere, stream, call.all));
     p.noop = flag;
   }
-  TE_RETURN_IF_ERROR(Describe(stream, all, attrs, x.untyped_data(), row, col, &p));
+  TE_RETURN_IF_ERROR(Describe(stream, call.all, attrs, x.untyped_data(), call.row, call.col, &p));
   if (p.m * p.k == 0) return Clear(kWhere, stream, p.noop, p.amax, 2 * sizeof(float));
   return Launch(stream, dtype, x.untyped_data(), p);
 }
