@@ -14,10 +14,10 @@ ffi::Error AmaxImpl(cudaStream_t stream, ffi::AnyBuffer x, ffi::Result<ffi::AnyB
   auto* result = static_cast<uint32_t*>(amax->untyped_data());
   if (n == 0) return Clear(kWhere, stream, nullptr, result, 2 * sizeof(float));
   return WithFloat(dtype, [&](auto type) {
+    const void* from = x.untyped_data();
     return LaunchWithAmax(kWhere, stream, nullptr, result, kPlainRounds,
                           AmaxKernel<decltype(type)::value>, CeilDiv(n, kFlatPerBlock),
-                          kFlatThreads, x.untyped_data(), n, AlignedTo(x.untyped_data(), 16),
-                          result);
+                          kFlatThreads, from, n, AlignedTo(from, 16), result);
   });
 }
 

@@ -35,13 +35,14 @@ inline bool AlignedTo(const void* pointer, uintptr_t bytes) {
 ffi::Error Clear(std::string_view where, cudaStream_t stream, const uint32_t* noop, void* to,
                  int64_t bytes);
 
-// Launches a kernel that strides over `blocks` blocks and ends with Amax::Store(amax). A grid of at
-// most `rounds` rounds is launched cooperatively, as many blocks as the GPU holds at once, and
-// needs no launch to clear amax.
-template <typename... Params>
+// Launches a kernel that strides over `blocks` blocks and ends with Amax::Store(amax, cooperative).
+// A grid of at most `rounds` rounds is launched cooperatively, as many blocks as the GPU holds at
+// once, and needs no launch to clear amax.
+template <typename Kernel, typename... Values>
 ffi::Error LaunchWithAmax(std::string_view where, cudaStream_t stream, const uint32_t* noop,
-                          uint32_t* amax, int64_t rounds, void (*kernel)(Params...), int64_t blocks,
-                          int threads, const std::decay_t<Params>&... values) {
+                          uint32_t* amax, int64_t rounds, Kernel* kernel, int64_t blocks,
+                          int threads, const Values&... values) {
+  static_assert(std::is_same_v<Kernel, void(Values..., bool)>);
   int device = 0, processors = 0, resident = 0;
   TE_RETURN_IF_ERROR(CudaStatus(where, cudaGetDevice(&device)));
   TE_RETURN_IF_ERROR(CudaStatus(
@@ -49,9 +50,13 @@ ffi::Error LaunchWithAmax(std::string_view where, cudaStream_t stream, const uin
   const auto* entry = reinterpret_cast<const void*>(kernel);
   TE_RETURN_IF_ERROR(CudaStatus(
       where, cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, entry, threads, 0)));
-  void* parameters[] = {const_cast<void*>(static_cast<const void*>(&values))...};
   const int64_t round = int64_t{processors} * resident;
-  if (CeilDiv(blocks, round) <= rounds) {
+  const bool cooperative = CeilDiv(blocks, round) <= rounds;
+  const auto address = [](const auto& value) {
+    return const_cast<void*>(static_cast<const void*>(&value));
+  };
+  void* parameters[] = {address(values)..., address(cooperative)};
+  if (cooperative) {
     return CudaStatus(where, cudaLaunchCooperativeKernel(entry, dim3(Blocks(blocks, 1, round)),
                                                          dim3(threads), parameters, 0, stream));
   }

@@ -34,13 +34,13 @@ struct Amax {
   }
 
   // Joins all threads of the grid into result[2] in device memory. All blocks get here; where they
-  // were launched cooperatively the result is zeroed here, otherwise it starts as zeros.
-  __device__ void Store(uint32_t* result) {
+  // were launched cooperatively the result is zeroed here, otherwise it starts as zeros. The host
+  // says which: after a cooperative launch is_valid() can be true in a grid that is none.
+  __device__ void Store(uint32_t* result, bool cooperative) {
     JoinBlock();
-    const auto grid = cooperative_groups::this_grid();
-    if (grid.is_valid()) {
+    if (cooperative) {
       if (blockIdx.x == 0 && threadIdx.x == 0) result[0] = result[1] = 0;
-      grid.sync();
+      cooperative_groups::this_grid().sync();
     }
     if (threadIdx.x == 0) Raise(result);
   }
@@ -103,12 +103,13 @@ __device__ inline void WalkFlat(const void* __restrict__ x, int64_t n, bool alig
 
 template <Float dtype>
 __global__ void __launch_bounds__(kFlatThreads)
-    AmaxKernel(const void* __restrict__ x, int64_t n, bool aligned, uint32_t* amax) {
+    AmaxKernel(const void* __restrict__ x, int64_t n, bool aligned, uint32_t* amax,
+               bool cooperative) {
   Amax seen;
   WalkFlat<dtype>(x, n, aligned, [&](int64_t, int, const Pack<dtype>& pack) {
     seen.Join(pack.Abs().Largest(), pack);
   });
-  seen.Store(amax);
+  seen.Store(amax, cooperative);
 }
 
 struct ScaleRule {

@@ -198,7 +198,7 @@ __device__ inline bool IsFull(const Outputs& p, const TileLane& at) {
 // 1 x 128 blocks of the row copy, 128 x 1 blocks of the col copy, which is transposed.
 template <Float dtype, bool kRow, bool kCol>
 __global__ void __launch_bounds__(kTileThreads, kBlockResident<dtype>)
-    QuantizeBlockKernel(BlockQuantize q) {
+    QuantizeBlockKernel(BlockQuantize q, bool cooperative) {
   if (Skips(q.out.noop)) return;
   __shared__ TileCodes tile;
   __shared__ ColumnScales<dtype> columns;
@@ -211,7 +211,7 @@ __global__ void __launch_bounds__(kTileThreads, kBlockResident<dtype>)
       QuantizeBlockTile<false, kRow, kCol, dtype>(q, at, &seen, &tile, &columns);
     }
   });
-  seen.Store(q.out.amax);
+  seen.Store(q.out.amax, cooperative);
 }
 
 // The largest of all threads' values.
@@ -257,7 +257,7 @@ __device__ inline void QuantizeSquare(const BlockQuantize& q, uint32_t index, Am
 // 128 x 128 blocks, whose codes and scales both copies share.
 template <Float dtype, bool kRow, bool kCol>
 __global__ void __launch_bounds__(kTileThreads, kBlockResident<dtype>)
-    QuantizeSquareKernel(BlockQuantize q) {
+    QuantizeSquareKernel(BlockQuantize q, bool cooperative) {
   if (Skips(q.out.noop)) return;
   __shared__ TileCodes tile;
   Amax seen;
@@ -268,7 +268,7 @@ __global__ void __launch_bounds__(kTileThreads, kBlockResident<dtype>)
       QuantizeSquare<false, kRow, kCol, dtype>(q, index, &seen, &tile);
     }
   });
-  seen.Store(q.out.amax);
+  seen.Store(q.out.amax, cooperative);
 }
 
 }  // namespace te_flax::cuda

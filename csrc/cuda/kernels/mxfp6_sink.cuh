@@ -167,7 +167,7 @@ __device__ inline void QuantizeMxfp6Tile(const Source& source, const Outputs& ou
 // A warp makes 32 rows x 64 columns, as in Mxfp8Kernel. The grid has a block for each group.
 template <class Source, Copies copies>
 __global__ void __launch_bounds__(Mxfp8Shape<Source>::kThreads, 2)
-    Mxfp6Kernel(Source source, Outputs out) {
+    Mxfp6Kernel(Source source, Outputs out, bool cooperative) {
   static_assert(!Source::kFused);
   __shared__ Fp6Tile tiles[Mxfp8Shape<Source>::kTiles];
   if (Skips(out.noop)) return;
@@ -179,7 +179,7 @@ __global__ void __launch_bounds__(Mxfp8Shape<Source>::kThreads, 2)
   } else {
     QuantizeMxfp6Tile<false, copies>(source, out, at.lane, tile, &seen);
   }
-  seen.Store(out.amax);
+  seen.Store(out.amax, cooperative);
 }
 
 }  // namespace te_flax::cuda

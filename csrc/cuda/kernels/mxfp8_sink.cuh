@@ -332,7 +332,7 @@ __device__ inline void MakeMxfp8Group(const Source& source, const Outputs& out, 
 // All groups. The grid has a block for each, unless the Source is a fused one.
 template <class Source, Copies copies>
 __global__ void __launch_bounds__(Mxfp8Shape<Source>::kThreads, (kMxBlocks<Source, copies>))
-    Mxfp8Kernel(Source source, Outputs out) {
+    Mxfp8Kernel(Source source, Outputs out, bool cooperative) {
   static_assert(kFitsMxfp8<Source>);
   if (Skips(out.noop)) return;
   Amax seen;
@@ -342,7 +342,7 @@ __global__ void __launch_bounds__(Mxfp8Shape<Source>::kThreads, (kMxBlocks<Sourc
   } else {  // one a block: a loop would cost the plain quantizers spills
     MakeMxfp8Group<Source, copies>(source, out, blockIdx.x, &seen);
   }
-  seen.Store(out.amax);
+  seen.Store(out.amax, cooperative);
 }
 
 }  // namespace te_flax::cuda

@@ -20,7 +20,8 @@ __device__ inline void ScalePack(const Pack<dtype>& pack, float scale, Amax* see
 
 // Row codes of an array x alone, which is flat here: out.aligned asks nothing of its rows.
 template <Float dtype>
-__global__ void __launch_bounds__(kFlatThreads) QuantizeFlatKernel(const void* x, Outputs out) {
+__global__ void __launch_bounds__(kFlatThreads)
+    QuantizeFlatKernel(const void* x, Outputs out, bool cooperative) {
   if (Skips(out.noop)) return;
   const float scale = __ldg(out.scale);
   Amax seen;
@@ -30,7 +31,7 @@ __global__ void __launch_bounds__(kFlatThreads) QuantizeFlatKernel(const void* x
                     ScalePack(pack, scale, &seen, v);
                     StoreCodes(out.row + index, Encode8(v, out.row_format), valid, out.aligned);
                   });
-  seen.Store(out.amax);
+  seen.Store(out.amax, cooperative);
 }
 
 constexpr int kTile = 128;
@@ -183,7 +184,7 @@ __device__ inline void MakeTensorTile(const Source& source, const Outputs& out, 
 // All tiles.
 template <class Source, Copies copies>
 __global__ void __launch_bounds__(kTileThreads, (kTileBlocks<Source, copies>))
-    TensorTileKernel(Source source, Outputs out) {
+    TensorTileKernel(Source source, Outputs out, bool cooperative) {
   if (Skips(out.noop)) return;
   const float scale = copies == Copies::kAny && out.scale == nullptr ? 1.0f : __ldg(out.scale);
   const auto across = static_cast<uint32_t>((out.k + kTile - 1) / kTile);
@@ -192,7 +193,7 @@ __global__ void __launch_bounds__(kTileThreads, (kTileBlocks<Source, copies>))
     MakeTensorTile<Source, copies>(source, out, int64_t{tile / across} * kTile,
                                    int64_t{tile % across} * kTile, scale, &seen);
   });
-  seen.Store(out.amax);
+  seen.Store(out.amax, cooperative);
 }
 
 }  // namespace te_flax::cuda
