@@ -1,7 +1,7 @@
 """Times layers and kernels on a GPU: ``python -m benchmarks.gpu [--peer flax,te]``.
 
-Everything of one row runs in one process in turns: a timing is 10 calls back to back,
-or as many as take 30 ms: the first one's way to the GPU must not count. The
+Everything of one row runs in one process in turns of random order, as what ran before
+decides the GPU's clock. A timing is 10 calls back to back, or as many as take 30 ms. The
 medians of ``--repeats`` timings are printed, and the ratio is to XLA's bfloat16 of the
 same row. Kernels are given as TB/s of necessary traffic, inputs and outputs once,
 and as a share of what a device copy reaches in the same run; products as TFLOP/s.
@@ -11,6 +11,7 @@ import argparse
 import functools
 import json
 import math
+import random
 import statistics
 import sys
 import time
@@ -129,13 +130,14 @@ def timings(runs: dict[str, Step], repeats: int) -> dict[str, list[float]]:
             print(f"{name}: compiled in {ready:.0f} s", file=sys.stderr)
         except Exception as error:
             print(f"{name}: {str(error).splitlines()[0][:160]}")
+    order = random.Random(0)
     for _ in range(repeats):
-        for name, times in seconds.items():
+        for name in order.sample(list(seconds), len(seconds)):
             start = time.perf_counter()
             for _ in range(calls[name]):
                 last = runs[name]()
             jax.block_until_ready(last)
-            times.append((time.perf_counter() - start) / calls[name])
+            seconds[name].append((time.perf_counter() - start) / calls[name])
             del last
     return seconds
 
