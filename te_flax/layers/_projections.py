@@ -170,18 +170,25 @@ def project(layer: Any, inputs: tuple, out_sharding: Any) -> Projected:
     if layer.packed:
         y, h = _first(layer.qkv, q, out_sharding)
         y = checkpoint_name(y, "combined_qkv_proj")
-        return Projected(y[..., 0, :, :], y[..., 1, :, :], y[..., 2, :, :], h)
+        return Projected(*_parts(y), h)
     query, h = _first(layer.query, q, out_sharding)
     query = checkpoint_name(query, "query_proj")
     k = h if k is None else k
     if layer.fuse_qkv_params:
         y = layer.kv(k, out_sharding=out_sharding)
         y = checkpoint_name(y, "combined_kv_proj")
-        return Projected(query, y[..., 0, :, :], y[..., 1, :, :], h)
+        return Projected(query, *_parts(y), h)
     key = layer.key(k, out_sharding=out_sharding)
     value = layer.value(k if v is None else v, out_sharding=out_sharding)
     key = checkpoint_name(key, "key_proj")
     return Projected(query, key, checkpoint_name(value, "value_proj"), h)
+
+
+def _parts(y: Array) -> list[Array]:
+    """Slices of y [.., parts, N, H]; their gradients are joined, not padded and added."""
+    axis = y.ndim - 3
+    parts = jax.lax.split(y, (1,) * y.shape[axis], axis)
+    return [jnp.squeeze(part, axis) for part in parts]
 
 
 def project_out(layer: Any, context: Array, asked: Any) -> Array:

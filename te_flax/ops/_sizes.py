@@ -20,9 +20,14 @@ class SizeClass(NamedTuple):
         return f"fewer than {self.below} elements of {self.dtype}"
 
 
+SMALL = {
+    "bfloat16": ("act_fwd", "act_bwd_dbias"),
+    "float32": ("act_fwd", "act_bwd_dbias", "act_bwd_rowcol_dbias"),
+}
 REFERENCE = tuple(
-    SizeClass("cuda", op, "bfloat16", below=64 * 1024 + 1)
-    for op in ("act_fwd", "act_bwd_dbias")
+    SizeClass("cuda", op, dtype, below=64 * 1024 + 1)
+    for dtype, ops in SMALL.items()
+    for op in ops
 )
 
 

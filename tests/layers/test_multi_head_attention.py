@@ -109,6 +109,19 @@ def test_it_trains_under_a_recipe_with_everything_on():
     pushed_once(layer, "delayed_scaling")
 
 
+def test_gradients_of_q_k_and_v_are_joined_in_one_pass():
+    layer = mha(decode=False)
+    graphdef, state = nnx.split(layer)
+
+    def loss(state, x):
+        return nnx.merge(graphdef, state)(x).sum()
+
+    x = data((B, T, F))
+    program = jax.jit(jax.grad(loss, argnums=1)).lower(state, x).as_text()
+    assert "stablehlo.concatenate" in program
+    assert "stablehlo.pad" not in program
+
+
 def test_evaluation_changes_no_state():
     layer = mha(attn_mask_type="causal")
     layer.eval()
