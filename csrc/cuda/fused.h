@@ -49,6 +49,7 @@ inline ffi::Error Describe(cudaStream_t stream, const FusedCall& call, const Fus
   out->row_values = call.row_values;
   out->col_values = call.col_values;
   out->sums = call.dbias == nullptr ? nullptr : reinterpret_cast<float*>(call.workspace);
+  out->dbias = call.dbias;
   out->amax = static_cast<uint32_t*>(call.amax);
   out->aligned = shape.cols % kPack == 0 && AlignedTo(call.h, 16) && AlignedTo(call.row, 8);
   for (const void* pointer : reads) out->aligned &= AlignedTo(pointer, 16);
@@ -63,24 +64,6 @@ inline ffi::Error Describe(cudaStream_t stream, const FusedCall& call, const Fus
   return Clear(call.where, stream, out->noop, call.dbias, shape.Width() * int64_t{sizeof(float)});
 }
 
-// results[width] = the sums of parts[n, width] over n, in a fixed order.
-inline ffi::Error JoinSums(std::string_view where, cudaStream_t stream, const uint32_t* noop,
-                           const float* parts, int64_t n, int64_t width, Joined results) {
-  constexpr int kRows = 8;
-  const dim3 blocks(Blocks(width, kJoinColumns), results.second == nullptr ? 1 : 2);
-  JoinSumsKernel<kRows>
-      <<<blocks, dim3(kJoinColumns, kRows), 0, stream>>>(noop, parts, n, width, results);
-  return CudaStatus(where, cudaGetLastError());
-}
-
-// Writes dbias, if it is asked for, from the partial sums of a kernel.
-inline ffi::Error FinishSums(cudaStream_t stream, const FusedCall& call, int64_t width,
-                             const Outputs& out) {
-  if (call.dbias == nullptr) return ffi::Error::Success();
-  return JoinSums(call.where, stream, out.noop, out.sums, CeilDiv(out.m, kSumRows), width,
-                  {call.dbias});
-}
-
 // Run the kernels of a call that Describe() has described.
 template <class Source>
 ffi::Error RunMxfp8(cudaStream_t stream, const FusedCall& call, const Source& source,
@@ -88,10 +71,8 @@ ffi::Error RunMxfp8(cudaStream_t stream, const FusedCall& call, const Source& so
   if (out.m * out.k == 0) return ffi::Error::Success();
   const auto kernel = out.row_values || out.col_values ? Mxfp8Kernel<Source, Copies::kValues>
                                                        : Mxfp8Kernel<Source, Copies::kAny>;
-  TE_RETURN_IF_ERROR(LaunchWithAmax(call.where, stream, out.noop, out.amax, kFusedRounds, kernel,
-                                    Mxfp8Groups<Source>(out), Mxfp8Shape<Source>::kThreads, source,
-                                    out));
-  return FinishSums(stream, call, Source::kSlices * out.k, out);
+  return LaunchWithAmax(call.where, stream, out.noop, out.amax, kFusedRounds, kernel,
+                        Mxfp8Groups<Source>(out), Mxfp8Shape<Source>::kThreads, source, out);
 }
 
 template <class Source>
@@ -101,10 +82,9 @@ ffi::Error RunFused(cudaStream_t stream, const FusedCall& call, const Source& so
     if (call.scaling == Scaling::kMxfp8) return RunMxfp8(stream, call, source, out);
   }
   if (out.m * out.k == 0) return ffi::Error::Success();
-  TE_RETURN_IF_ERROR(LaunchWithAmax(call.where, stream, out.noop, out.amax, kFusedRounds,
-                                    TensorTileKernel<Source, Copies::kAny>, TensorTiles(out),
-                                    kTileThreads, source, out));
-  return FinishSums(stream, call, Source::kSlices * out.k, out);
+  return LaunchWithAmax(call.where, stream, out.noop, out.amax, kFusedRounds,
+                        TensorTileKernel<Source, Copies::kAny>, TensorTiles(out), kTileThreads,
+                        source, out);
 }
 
 }  // namespace te_flax::cuda

@@ -22,7 +22,7 @@ inline unsigned Blocks(int64_t items, int64_t per_block, int64_t limit = INT32_M
 }
 
 // Of LaunchWithAmax(). Plain quantizers of more rounds are faster where the GPU hands out its
-// blocks one by one, fused kernels are not.
+// blocks one by one, fused kernels are not, and these need the barrier for dbias.
 constexpr int64_t kPlainRounds = 4;
 constexpr int64_t kFusedRounds = INT32_MAX;
 constexpr int64_t kMaxFlatBlocks = 1 << 15;  // of the kernels that stride over a flat array

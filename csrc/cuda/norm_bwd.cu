@@ -118,8 +118,9 @@ ffi::Error NormBwdImpl(cudaStream_t stream, ffi::RemainingArgs args, ffi::Remain
   if (groups > 0) {
     TE_RETURN_IF_ERROR(RunBackward(kWhere, stream, p, call.dtype, static_cast<unsigned>(groups)));
   }
-  TE_RETURN_IF_ERROR(JoinSums(kWhere, stream, out.noop, p.dgamma, groups, p.k,
-                              {dgamma, options.layernorm ? dbeta : nullptr}));
+  const dim3 blocks(Blocks(p.k, kJoinColumns), options.layernorm ? 2 : 1);
+  JoinSumsKernel<<<blocks, kJoinThreads, 0, stream>>>(p, groups, dgamma, dbeta);
+  TE_RETURN_IF_ERROR(CudaStatus(kWhere, cudaGetLastError()));
   return codes ? QuantizeDx(stream, call, p.dx, out) : ffi::Error::Success();
 }
 

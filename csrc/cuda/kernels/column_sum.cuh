@@ -1,6 +1,6 @@
 // Sums of h over its rows in one fixed order, whatever kernel makes h: rows r, r + 4, .., r + 28 of
 // 32 rows one by one, these four sums pairwise, four such blocks one by one, and then the blocks
-// of 128 rows in JoinSums. Raw pointers, no XLA or nanobind includes.
+// of 128 rows in JoinColumns. Raw pointers, no XLA or nanobind includes.
 #ifndef TE_FLAX_CUDA_KERNELS_COLUMN_SUM_CUH_
 #define TE_FLAX_CUDA_KERNELS_COLUMN_SUM_CUH_
 
@@ -41,38 +41,45 @@ struct LaneSums {
   }
 };
 
-constexpr int kJoinColumns = 32;  // that one block makes
+constexpr int kJoinRows = 8;
 
-// Results of the kernel below, one or two.
-struct Joined {
-  float* first;
-  float* second = nullptr;
-};
-
-// result[width] = the sum of parts[n, width]: rows r, r + kRows, .. one by one, then these sums.
-// The second result's parts lie behind those of the first.
-template <int kRows>
-__global__ void __launch_bounds__(kJoinColumns* kRows)
-    JoinSumsKernel(const uint32_t* noop, const float* __restrict__ parts, int64_t n, int64_t width,
-                   Joined results) {
-  if (Skips(noop)) return;
-  float* const result = blockIdx.y == 0 ? results.first : results.second;
-  parts += blockIdx.y * n * width;
-  __shared__ float sums[kRows][kJoinColumns];
-  const int64_t column = int64_t{blockIdx.x} * kJoinColumns + threadIdx.x;
+// result[first..] = the sum of parts[n, width] in the columns of a block, one for each kJoinRows
+// threads: rows r, r + kJoinRows, .. one by one, then these sums. All threads of the block get
+// here.
+template <int kThreads>
+__device__ inline void JoinColumns(const float* parts, int64_t n, int64_t width, int64_t first,
+                                   float* result) {
+  constexpr int kColumns = kThreads / kJoinRows;
+  __shared__ float sums[kJoinRows][kColumns];
+  const int row = static_cast<int>(threadIdx.x) / kColumns;
+  const int lane = static_cast<int>(threadIdx.x) % kColumns;
+  const int64_t column = first + lane;
   float sum = 0;
   if (column < width) {
 #pragma unroll 8
-    for (int64_t r = threadIdx.y; r < n; r += kRows) {
-      sum = AddFtz(sum, __ldg(parts + r * width + column));
+    for (int64_t r = row; r < n; r += kJoinRows) {
+      sum = AddFtz(sum, __ldcg(parts + r * width + column));
     }
   }
-  sums[threadIdx.y][threadIdx.x] = sum;
+  sums[row][lane] = sum;
   __syncthreads();
-  if (threadIdx.y != 0 || column >= width) return;
+  if (row == 0 && column < width) {
 #pragma unroll
-  for (int r = 1; r < kRows; ++r) sum = AddFtz(sum, sums[r][threadIdx.x]);
-  result[column] = QuietFloat(sum);
+    for (int r = 1; r < kJoinRows; ++r) sum = AddFtz(sum, sums[r][lane]);
+    result[column] = QuietFloat(sum);
+  }
+  __syncthreads();
+}
+
+// dbias from the partial sums of all blocks, behind the barrier of a cooperative grid.
+template <int kThreads>
+__device__ inline void JoinSums(const Outputs& out, int64_t width) {
+  constexpr int kColumns = kThreads / kJoinRows;
+  const int64_t n = (out.m + kSumRows - 1) / kSumRows;
+  for (int64_t first = int64_t{blockIdx.x} * kColumns; first < width;
+       first += int64_t{gridDim.x} * kColumns) {
+    JoinColumns<kThreads>(out.sums, n, width, first, out.dbias);
+  }
 }
 
 }  // namespace te_flax::cuda

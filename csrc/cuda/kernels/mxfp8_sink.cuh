@@ -343,6 +343,9 @@ __global__ void __launch_bounds__(Mxfp8Shape<Source>::kThreads, (kMxBlocks<Sourc
     MakeMxfp8Group<Source, copies>(source, out, blockIdx.x, &seen);
   }
   seen.Store(out.amax, cooperative);
+  if constexpr (Source::kSums) {
+    if (out.sums != nullptr) JoinSums<Mxfp8Shape<Source>::kThreads>(out, Source::kSlices * out.k);
+  }
 }
 
 }  // namespace te_flax::cuda

@@ -365,6 +365,18 @@ __global__ void __launch_bounds__(Team<kThreads>::kBlock, 512 / Team<kThreads>::
   if (p.amax != nullptr) seen.StoreIntoZeros(p.amax);
 }
 
+constexpr int kJoinThreads = 256;
+constexpr int kJoinColumns = kJoinThreads / kJoinRows;
+
+// dgamma, and dbeta unless it is null, from the sums of all groups: those of dgamma come first.
+__global__ void __launch_bounds__(kJoinThreads)
+    JoinSumsKernel(NormBackward p, int64_t groups, float* dgamma, float* dbeta) {
+  if (Skips(p.noop)) return;
+  const float* sums = blockIdx.y == 0 ? p.dgamma : p.dbeta;
+  JoinColumns<kJoinThreads>(sums, groups, p.k, int64_t{blockIdx.x} * kJoinColumns,
+                            blockIdx.y == 0 ? dgamma : dbeta);
+}
+
 }  // namespace te_flax::cuda
 
 #endif  // TE_FLAX_CUDA_KERNELS_NORM_BACKWARD_CUH_

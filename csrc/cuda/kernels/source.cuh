@@ -38,7 +38,8 @@ struct Outputs {
   // of the transpose of col_scale.
   uint8_t* row_scale;
   uint8_t* col_scale;
-  float* sums;     // [ceil(m / kSumRows), slices, k], to be joined by JoinSums
+  float* sums;     // [ceil(m / kSumRows), slices, k], to be joined by JoinSums into dbias
+  float* dbias;    // [slices, k]
   uint32_t* amax;  // [2]
   Format row_format, col_format;
   bool row_values, col_values;  // MXFP8: the copy holds bfloat16 values of the codes

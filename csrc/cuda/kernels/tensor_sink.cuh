@@ -194,6 +194,9 @@ __global__ void __launch_bounds__(kTileThreads, (kTileBlocks<Source, copies>))
                                    int64_t{tile % across} * kTile, scale, &seen);
   });
   seen.Store(out.amax, cooperative);
+  if constexpr (Source::kSums) {
+    if (out.sums != nullptr) JoinSums<kTileThreads>(out, Source::kSlices * out.k);
+  }
 }
 
 }  // namespace te_flax::cuda
