@@ -7,14 +7,14 @@ import hashlib
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from te_flax.backends import disk
+from te_flax.backends import agreement, disk
 from te_flax.backends.protocol import Call, JitKey, KernelBackend
 from te_flax.config import CONFIG
 from te_flax.errors import message
@@ -61,7 +61,8 @@ def register_backend(backend: KernelBackend, ops: Iterable[str]) -> None:
     """Adds a backend; of several that serve an op the last one added is asked first.
 
     Args:
-        backend: it, with a name of its own. One of the same name is replaced.
+        backend: it, with a name of its own. One of the same name is replaced, and what
+            that could not make is tried again.
         ops: globs of the ops that it may serve.
 
     Raises:
@@ -83,6 +84,15 @@ def register_backend(backend: KernelBackend, ops: Iterable[str]) -> None:
     with _lock:
         _registered[:] = [b for b in _registered if b[0].name != backend.name]
         _registered.append((backend, globs))
+        _forget(lambda entry: entry.backend == backend.name)
+
+
+def _forget(which: Callable[[_Entry], bool]) -> None:
+    """Drops entries of kernels that could not be made; the lock is held."""
+    failed = [n for n, e in _entries.items() if e.done.is_set() and e.error]
+    for name in failed:
+        if which(_entries[name]):
+            del _entries[name]
 
 
 @functools.cache
@@ -128,11 +138,12 @@ def why_not(backend: KernelBackend) -> str | None:
     """Returns why a backend serves nothing in this process, or None."""
     if why := backend.available():
         return why
-    if jax.process_count() > 1 and not _agreed.get(_digest(), False):
+    if jax.process_count() > 1 and not (same := _agreed.get(_digest())):
+        if same is False:
+            return "the processes differ in what they would generate"
+        since = " as it is now" * bool(_agreed)  # as after another registration
         return (
-            "the processes differ in what they would generate"
-            if _agreed
-            else "the processes have not compared what they would generate: call "
+            f"the processes have not compared what they would generate{since}: call "
             "te.backends.agree() in each"
         )
     return arch(backend.platform)[1] or None
@@ -213,11 +224,7 @@ def _make(backend: KernelBackend, key: JitKey, name: str) -> str:
             entry = _entries[name] = _Entry(backend.name, key)
     if mine:
         try:
-            with _building:
-                _fill(entry, backend, name)
-        except Exception as error:
-            entry.error = _failed(error)
-            disk.warn(f"{key.op}: building a kernel of {backend.name} {entry.error}")
+            entry.error = agreement.settle(name, _built(entry, backend, name))
         except BaseException:  # interrupted: nothing is known of it
             with _lock:
                 del _entries[name]
@@ -225,8 +232,20 @@ def _make(backend: KernelBackend, key: JitKey, name: str) -> str:
             raise
         finally:
             entry.done.set()
+        if entry.error:
+            disk.warn(f"{key.op}: no kernel of {backend.name}: {entry.error}")
     entry.done.wait()
     return entry.error
+
+
+def _built(entry: _Entry, backend: KernelBackend, name: str) -> str:
+    """Builds or loads the kernel here; returns the error, if there is one."""
+    try:
+        with _building:
+            _fill(entry, backend, name)
+    except Exception as error:
+        return _failed(error)
+    return ""
 
 
 def _fill(entry: _Entry, backend: KernelBackend, name: str) -> None:
@@ -256,14 +275,13 @@ def reset() -> None:
     """Forgets which kernels could not be made, so that they are tried again.
 
     Kernels that are there stay: XLA forgets no target. A function that was jitted
-    meanwhile keeps what it was compiled with.
+    meanwhile keeps what it was compiled with. Of several processes each must call it.
 
     Example:
         >>> reset()
     """
     with _lock:
-        for name in [n for n, e in _entries.items() if e.done.is_set() and e.error]:
-            del _entries[name]
+        _forget(lambda entry: True)
     disk.warn.cache_clear()
 
 
@@ -319,7 +337,8 @@ def agree() -> bool:
     """Compares what the processes would generate; each must call it, once.
 
     Without it, or where they differ, a program of several processes runs the compiled
-    handlers: all must compile the same. With one process there is nothing to compare.
+    handlers: all must compile the same. So they do for a kernel that a process cannot
+    make, or does not come to within some minutes. One process has nothing to compare.
 
     Returns:
         Whether backends, versions, sources, GPUs and settings are equal everywhere.

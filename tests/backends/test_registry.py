@@ -11,7 +11,13 @@ import pytest
 from _fake import TARGET, Fake, X, configure, text
 
 import te_flax as te
-from te_flax.backends import KernelBackend, register_backend, registry, reset
+from te_flax.backends import (
+    KernelBackend,
+    agreement,
+    register_backend,
+    registry,
+    reset,
+)
 from te_flax.ops import _extension
 from te_flax.ops._report import rows
 from te_flax.ops.amax import AMAX
@@ -109,7 +115,7 @@ def test_a_failure_is_kept_said_once_and_forgotten_on_demand(monkeypatch, caplog
         assert TARGET not in text(AMAX, X)
     assert len(backend.built) == 1
     said = [r.message for r in caplog.records]
-    assert said == ["amax: building a kernel of fake failed: RuntimeError: line one"]
+    assert said == ["amax: no kernel of fake: failed: RuntimeError: line one"]
     assert (
         "1 config: 1 failed: RuntimeError: line one"
         in registry.describe("amax", "cpu")[1]
@@ -140,6 +146,40 @@ def test_a_faulty_backend_stops_no_run(monkeypatch, caplog, method):
     assert said == ["amax: asking fake failed: AttributeError: no such thing"]
     match = "fake: failed: AttributeError: no such thing; use"
     with te.kernels("amax=jit"), pytest.raises(NotImplementedError, match=match):
+        text(AMAX, X)
+
+
+def test_a_backend_in_the_place_of_another_has_no_failures(monkeypatch):
+    configure(monkeypatch, jit="1")
+    add(fails="no compiler")
+    assert TARGET not in text(AMAX, X)
+    replaced = add()
+    assert registry.describe("amax", "cpu") == (True, "fake 1.0")
+    assert TARGET in text(AMAX, X)
+    assert len(replaced.built) == 1
+    add("other", fails="not here")
+    assert TARGET in text(AMAX, X)
+    add()
+    kept = [e.error for e in registry._entries.values()]
+    assert "failed: RuntimeError: not here" in kept  # that is another's
+
+
+def test_a_kernel_that_another_process_lacks_is_not_used(monkeypatch, caplog):
+    configure(monkeypatch, jit="1")
+    add()
+    why = "process 1: failed: OSError: disk full"
+    asked = []
+
+    def settle(name, error):
+        asked.append((name, error))
+        return why
+
+    monkeypatch.setattr(agreement, "settle", settle)
+    for _ in range(2):
+        assert TARGET not in text(AMAX, X)
+    assert [error for _, error in asked] == [""]
+    assert [r.message for r in caplog.records] == [f"amax: no kernel of fake: {why}"]
+    with te.kernels("amax=jit"), pytest.raises(NotImplementedError, match=why):
         text(AMAX, X)
 
 
@@ -229,9 +269,13 @@ def test_processes_must_have_agreed(monkeypatch):
     monkeypatch.setattr(multihost_utils, "process_allgather", gather)
     assert te.backends.agree()
     assert registry.why_not(backend) is None
+    add("another")
+    changed = registry.why_not(backend) or ""
+    assert "would generate as it is now: call te.backends.agree() in each" in changed
+    assert te.backends.agree()
+    assert registry.why_not(backend) is None
     monkeypatch.setattr(registry, "arch", lambda platform: ("sm_100a", ""))
-    assert "call te.backends.agree()" not in (registry.why_not(backend) or "")
-    assert registry.why_not(backend)  # agreed for another GPU
+    assert "as it is now" in (registry.why_not(backend) or "")  # another GPU
     theirs["words"] = [0] * 8
     assert not te.backends.agree()
     assert (
