@@ -1,9 +1,8 @@
-"""One answer for all processes: whether a kernel can be had.
+"""One answer for all processes, since a program of several must be the same in each.
 
-A program of several processes must be the same in each. They exchange their answers
-through the service that ``jax.distributed`` keeps, by the kernel's name: a collective
-of devices would have to come in one order everywhere, and a process that does not come
-would stop the others.
+Whether a kernel can be had they settle through the service that ``jax.distributed``
+keeps, by the kernel's name: a collective of devices would have to come in one order
+everywhere, and a process that does not come would stop the others.
 """
 
 import contextlib
@@ -11,10 +10,22 @@ from collections import Counter
 from typing import Any
 
 import jax
+import numpy as np
 
 PATIENCE = 300  # seconds that the first process waits for another one
 _READY = "ready"
 _settled: Counter[str] = Counter()  # how often each kernel has been
+
+
+def is_everywhere(digest: str) -> bool:
+    """Returns whether every process has this digest (hexadecimal); all must ask."""
+    if jax.process_count() == 1:
+        return True
+    from jax.experimental import multihost_utils
+
+    words = np.frombuffer(bytes.fromhex(digest), np.uint32)
+    everywhere = np.asarray(multihost_utils.process_allgather(words))
+    return bool((everywhere == words).all())
 
 
 def settle(name: str, error: str) -> str:

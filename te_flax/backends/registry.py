@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
 from te_flax.backends import agreement, disk
-from te_flax.backends.protocol import Call, JitKey, KernelBackend
+from te_flax.backends.protocol import Call, JitKey, KernelBackend, check
 from te_flax.config import CONFIG
 from te_flax.errors import message
 
@@ -66,21 +65,15 @@ def register_backend(backend: KernelBackend, ops: Iterable[str]) -> None:
         ops: globs of the ops that it may serve.
 
     Raises:
-        TypeError: the backend is no :class:`KernelBackend`, or ops is a string.
+        TypeError: the backend is no :class:`KernelBackend`, or ops are no globs.
+        ValueError: it has no name, or no platform that ops have kernels for.
 
     Example:
         >>> class Mine(KernelBackend):
         ...     name, platform = "mine", "cpu"
         >>> register_backend(Mine(), ops=("no_such_op",))
     """
-    if not isinstance(backend, KernelBackend):
-        rule, remedy = "be a KernelBackend", "derive its class from KernelBackend"
-        got = type(backend).__name__
-        raise TypeError(message("register_backend", "backend", rule, got, remedy))
-    if isinstance(ops, str):
-        rule, remedy = "be a tuple of globs", f"write ({ops!r},)"
-        raise TypeError(message("register_backend", "ops", rule, repr(ops), remedy))
-    globs = tuple(ops)
+    globs = check(backend, ops)
     with _lock:
         _registered[:] = [b for b in _registered if b[0].name != backend.name]
         _registered.append((backend, globs))
@@ -303,7 +296,7 @@ def ensure(names: Iterable[str]) -> None:
     if isinstance(names, str):
         rule, remedy = "be a list of names", f"write [{names!r}]"
         raise TypeError(message("ensure", "names", rule, repr(names), remedy))
-    for name in names:
+    for name in map(str, names):
         with _building:
             if name in _targets:
                 continue
@@ -323,13 +316,18 @@ def _all() -> Iterator[KernelBackend]:
     yield from (backend for backend, _ in (*reversed(_registered), *_own()))
 
 
+def _facts(backend: KernelBackend) -> tuple:
+    """What the kernels of a backend depend on; a faulty one stops no process."""
+    try:
+        made_by = backend.version(), backend.source_hash()
+        return backend.name, *made_by, bool(backend.available()), arch(backend.platform)
+    except Exception as error:
+        return backend.name, _failed(error)
+
+
 def _digest() -> str:
     """What must be equal in all processes for them to compile the same program."""
-    parts = [
-        (b.name, b.version(), b.source_hash(), bool(b.available()), arch(b.platform))
-        for b in _all()
-    ]
-    text = repr((parts, CONFIG.jit, CONFIG.kernels))
+    text = repr(([*map(_facts, _all())], CONFIG.jit, CONFIG.kernels))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -348,13 +346,7 @@ def agree() -> bool:
         True
     """
     mine = _digest()
-    same = True
-    if jax.process_count() > 1:
-        from jax.experimental import multihost_utils
-
-        words = np.frombuffer(bytes.fromhex(mine), np.uint32)
-        everywhere = np.asarray(multihost_utils.process_allgather(words))
-        same = bool((everywhere == words).all())
+    same = agreement.is_everywhere(mine)
     _agreed.clear()
     _agreed[mine] = same
     return same
@@ -373,12 +365,15 @@ def describe(op: str, platform: str) -> tuple[bool, str]:
     """
     reasons = []
     for backend in backends(op, platform):
-        if why := why_not(backend):
+        try:
+            why, version = why_not(backend), f"{backend.name} {backend.version()}"
+        except Exception as error:
+            why, version = _failed(error), ""
+        if why:
             reasons.append(why)
             continue
-        asked = backend.name, op
+        asked, version = (backend.name, op), version.strip()
         mine = [e for e in list(_entries.values()) if (e.backend, e.key.op) == asked]
-        version = f"{backend.name} {backend.version()}".strip()
         return True, f"{version} | {_counted(mine)}" if mine else version
     return False, "; ".join(reasons) or "no backend generates kernels for it"
 

@@ -88,6 +88,11 @@ def test_where_supported_it_is_preferred_else_native(monkeypatch):
     with te.kernels("amax=native" if NATIVE else "amax=reference"):
         assert TARGET not in text(AMAX, X)
     assert TARGET not in text(AMAX, X[:0])
+    with (
+        te.kernels("amax=jit"),
+        pytest.raises(NotImplementedError, match="there are no elements; use"),
+    ):
+        text(AMAX, X[:0])
 
 
 def test_a_kernel_is_built_once_by_eight_threads():
@@ -145,8 +150,12 @@ def test_a_faulty_backend_stops_no_run(monkeypatch, caplog, method):
     said = [r.message for r in caplog.records]
     assert said == ["amax: asking fake failed: AttributeError: no such thing"]
     match = "fake: failed: AttributeError: no such thing; use"
-    with te.kernels("amax=jit"), pytest.raises(NotImplementedError, match=match):
-        text(AMAX, X)
+    with te.kernels("amax=jit"):
+        with pytest.raises(NotImplementedError, match=match):
+            text(AMAX, X)
+        if method != "supports":
+            assert row()[2:] == ("error", "failed: AttributeError: no such thing")
+    assert te.backends.agree()
 
 
 def test_a_backend_in_the_place_of_another_has_no_failures(monkeypatch):
@@ -293,6 +302,16 @@ def test_bad_arguments():
         TypeError, match=r"register_backend: ops must .* got 'amax'; write"
     ):
         register_backend(Fake(), "amax")
+    for ops in ((3,), 3, [None]):
+        with pytest.raises(TypeError, match="register_backend: ops must be a tuple of"):
+            register_backend(Fake(), ops)
+    with pytest.raises(ValueError, match="backend must have a name, got None; set na"):
+        register_backend(KernelBackend(), OPS)
+    wrong = Fake()
+    wrong.platform = "gpu"
+    match = "backend must have the platform 'cpu' or 'cuda', got 'gpu'; set platform"
+    with pytest.raises(ValueError, match=match):
+        register_backend(wrong, OPS)
     with pytest.raises(ValueError, match="ensure: names must be a kernel on disk in"):
         te.backends.ensure(["te_flax.jit.amax.0"])
     with pytest.raises(TypeError, match="ensure: names must be a list of names"):
