@@ -14,23 +14,12 @@ from typing import Any
 import jax
 
 from te_flax.backends import agreement, disk
+from te_flax.backends.entries import Entries, Entry
 from te_flax.backends.protocol import Call, JitKey, KernelBackend, check
 from te_flax.config import CONFIG
 from te_flax.errors import message
 
 EXTRA = "pip install te_flax[cutedsl]"
-
-
-@dataclasses.dataclass
-class _Entry:
-    """One kernel: pending until ``done``, then ready or, with an error, failed."""
-
-    backend: str
-    key: JitKey
-    done: threading.Event = dataclasses.field(default_factory=threading.Event)
-    error: str = ""
-    origin: str = ""  # "compiled" or "from disk"
-    seconds: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,10 +38,11 @@ class Kernel:
 
 
 _registered: list[tuple[KernelBackend, tuple[str, ...]]] = []
-_entries: dict[str, _Entry] = {}  # by the name of the FFI target
+_entries = Entries()  # of this process
+_everywhere = Entries()  # of all processes together
 _targets: dict[str, Any] = {}  # name -> kernel, kept alive: XLA forgets no target
 _agreed: dict[str, bool] = {}
-_lock = threading.Lock()  # of the above; held for moments
+_lock = threading.Lock()  # of what is registered; held for moments
 _building = threading.RLock()  # compilers are not made for threads
 
 
@@ -77,15 +67,12 @@ def register_backend(backend: KernelBackend, ops: Iterable[str]) -> None:
     with _lock:
         _registered[:] = [b for b in _registered if b[0].name != backend.name]
         _registered.append((backend, globs))
-        _forget(lambda entry: entry.backend == backend.name)
+    _forget(lambda entry: entry.backend == backend.name)
 
 
-def _forget(which: Callable[[_Entry], bool]) -> None:
-    """Drops entries of kernels that could not be made; the lock is held."""
-    failed = [n for n, e in _entries.items() if e.done.is_set() and e.error]
-    for name in failed:
-        if which(_entries[name]):
-            del _entries[name]
+def _forget(which: Callable[[Entry], bool]) -> None:
+    for kernels in (_entries, _everywhere):
+        kernels.forget(which)
 
 
 @functools.cache
@@ -127,11 +114,16 @@ def arch(platform: str) -> tuple[str, str]:
     return f"sm_{number}{'a' if int(number) >= 90 else ''}", ""
 
 
-def why_not(backend: KernelBackend) -> str | None:
-    """Returns why a backend serves nothing in this process, or None."""
+def why_not(backend: KernelBackend, shared: bool) -> str | None:
+    """Returns why a backend serves nothing, or None.
+
+    Args:
+        backend: it.
+        shared: in a program of several processes, or of this one alone.
+    """
     if why := backend.available():
         return why
-    if jax.process_count() > 1 and not (same := _agreed.get(_digest())):
+    if shared and not (same := _agreed.get(_digest())):
         if same is False:
             return "the processes differ in what they would generate"
         since = " as it is now" * bool(_agreed)  # as after another registration
@@ -148,6 +140,7 @@ def resolve(
     operands: tuple[jax.ShapeDtypeStruct, ...],
     results: tuple[jax.ShapeDtypeStruct, ...],
     attrs: Mapping[str, Any],
+    shared: bool,
 ) -> Kernel | str:
     """Finds a kernel for a call, and makes it where there is none.
 
@@ -157,6 +150,7 @@ def resolve(
         operands: their types.
         results: likewise.
         attrs: static attributes, those that tell the variant included.
+        shared: whether other processes run the program too, and must find the same.
 
     Returns:
         The kernel, ready to be called, or why there is none.
@@ -172,23 +166,23 @@ def resolve(
             tuple(t.dtype.name for t in results),
             tuple(sorted(changing.items())),
         )
-        found = _ask(backend, Call(key, operands, results, attrs))
+        found = _ask(backend, Call(key, operands, results, attrs), shared)
         if isinstance(found, Kernel):
             return found
         reasons.append(f"{backend.name}: {found}")
     return "; ".join(reasons) or f"no backend generates kernels for it on {platform}"
 
 
-def _ask(backend: KernelBackend, call: Call) -> Kernel | str:
+def _ask(backend: KernelBackend, call: Call, shared: bool) -> Kernel | str:
     """The kernel of one backend, or why there is none; a faulty one stops no run."""
     try:
-        why = why_not(backend) or backend.supports(call)
+        why = why_not(backend, shared) or backend.supports(call)
         name = "" if why else target(backend, call.key)
     except Exception as error:
         why = _failed(error)
         disk.warn(f"{call.key.op}: asking {backend.name} {why}")
     else:
-        why = why or _make(backend, call.key, name)
+        why = why or _make(backend, call.key, name, shared)
     return why or Kernel(name, backend, call)
 
 
@@ -208,30 +202,16 @@ def target(backend: KernelBackend, key: JitKey) -> str:
     return f"te_flax.jit.{key.op}.{digest[:16]}"
 
 
-def _make(backend: KernelBackend, key: JitKey, name: str) -> str:
+def _make(backend: KernelBackend, key: JitKey, name: str, shared: bool) -> str:
     """Makes the kernel of a key unless it was; returns the error, if it has one."""
-    with _lock:
-        entry = _entries.get(name)
-        mine = entry is None
-        if entry is None:
-            entry = _entries[name] = _Entry(backend.name, key)
-    if mine:
-        try:
-            entry.error = agreement.settle(name, _built(entry, backend, name))
-        except BaseException:  # interrupted: nothing is known of it
-            with _lock:
-                del _entries[name]
-            entry.error = "interrupted"
-            raise
-        finally:
-            entry.done.set()
-        if entry.error:
-            disk.warn(f"{key.op}: no kernel of {backend.name}: {entry.error}")
-    entry.done.wait()
-    return entry.error
+    new = functools.partial(Entry, backend.name, key)
+    error = _entries.once(name, new(), lambda entry: _built(entry, backend, name))
+    if not shared:
+        return error
+    return _everywhere.once(name, new(), lambda _: agreement.settle(name, error))
 
 
-def _built(entry: _Entry, backend: KernelBackend, name: str) -> str:
+def _built(entry: Entry, backend: KernelBackend, name: str) -> str:
     """Builds or loads the kernel here; returns the error, if there is one."""
     try:
         with _building:
@@ -241,7 +221,7 @@ def _built(entry: _Entry, backend: KernelBackend, name: str) -> str:
     return ""
 
 
-def _fill(entry: _Entry, backend: KernelBackend, name: str) -> None:
+def _fill(entry: Entry, backend: KernelBackend, name: str) -> None:
     start = time.perf_counter()
     entry.origin = "from disk"
     function = _targets.get(name) or disk.load(backend, name)
@@ -273,8 +253,7 @@ def reset() -> None:
     Example:
         >>> reset()
     """
-    with _lock:
-        _forget(lambda entry: True)
+    _forget(lambda entry: True)
     disk.warn.cache_clear()
 
 
@@ -335,8 +314,8 @@ def agree() -> bool:
     """Compares what the processes would generate; each must call it, once.
 
     Without it, or where they differ, a program of several processes runs the compiled
-    handlers: all must compile the same. So they do for a kernel that a process cannot
-    make, or does not come to within some minutes. One process has nothing to compare.
+    handlers: all must compile the same. So it does for a kernel that a process cannot
+    make, or does not come to within some minutes. Programs of one process need none.
 
     Returns:
         Whether backends, versions, sources, GPUs and settings are equal everywhere.
@@ -366,19 +345,22 @@ def describe(op: str, platform: str) -> tuple[bool, str]:
     reasons = []
     for backend in backends(op, platform):
         try:
-            why, version = why_not(backend), f"{backend.name} {backend.version()}"
+            why = why_not(backend, jax.process_count() > 1)
+            version = f"{backend.name} {backend.version()}"
         except Exception as error:
             why, version = _failed(error), ""
         if why:
             reasons.append(why)
             continue
-        asked, version = (backend.name, op), version.strip()
-        mine = [e for e in list(_entries.values()) if (e.backend, e.key.op) == asked]
+        lacking = {n: e for n, e in list(_everywhere.items()) if e.error}
+        known = (dict(_entries) | lacking).values()
+        mine = [e for e in known if (e.backend, e.key.op) == (backend.name, op)]
+        version = version.strip()
         return True, f"{version} | {_counted(mine)}" if mine else version
     return False, "; ".join(reasons) or "no backend generates kernels for it"
 
 
-def _counted(entries: list[_Entry]) -> str:
+def _counted(entries: list[Entry]) -> str:
     """Such as "3 configs: 2 compiled (1.7 s), 1 from disk"."""
     parts = []
     for origin in ("compiled", "from disk"):

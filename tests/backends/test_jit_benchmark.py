@@ -17,7 +17,7 @@ def test_sizes_are_read():
 
 @pytest.fixture
 def lower(monkeypatch):
-    monkeypatch.setattr(registry, "why_not", lambda backend: None)
+    monkeypatch.setattr(registry, "why_not", lambda *_: None)
     monkeypatch.setattr(registry, "arch", lambda platform: ("sm_90a", ""))
     monkeypatch.setattr(registry, "_make", lambda *_: "")
 

@@ -18,7 +18,7 @@ from te_flax.backends import (
     registry,
     reset,
 )
-from te_flax.ops import _extension
+from te_flax.ops import _extension, _jit
 from te_flax.ops._report import rows
 from te_flax.ops.amax import AMAX
 
@@ -101,7 +101,7 @@ def test_a_kernel_is_built_once_by_eight_threads():
     results = (jax.ShapeDtypeStruct((2,), jnp.float32),)
 
     def find(_):
-        return registry.resolve("amax", "cpu", types, results, {})
+        return registry.resolve("amax", "cpu", types, results, {}, False)
 
     with ThreadPoolExecutor(8) as threads:
         found = list(threads.map(find, range(8)))
@@ -175,7 +175,8 @@ def test_a_backend_in_the_place_of_another_has_no_failures(monkeypatch):
 
 def test_a_kernel_that_another_process_lacks_is_not_used(monkeypatch, caplog):
     configure(monkeypatch, jit="1")
-    add()
+    backend = add()
+    assert te.backends.agree()
     why = "process 1: failed: OSError: disk full"
     asked = []
 
@@ -184,12 +185,19 @@ def test_a_kernel_that_another_process_lacks_is_not_used(monkeypatch, caplog):
         return why
 
     monkeypatch.setattr(agreement, "settle", settle)
+    assert TARGET in text(AMAX, X)  # a program of its own
+    monkeypatch.setattr(_jit, "_is_shared", lambda ctx: True)
     for _ in range(2):
         assert TARGET not in text(AMAX, X)
-    assert [error for _, error in asked] == [""]
+    assert asked == [(backend.named[0], "")]
     assert [r.message for r in caplog.records] == [f"amax: no kernel of fake: {why}"]
+    assert registry.describe("amax", "cpu") == (True, f"fake 1.0 | 1 config: 1 {why}")
     with te.kernels("amax=jit"), pytest.raises(NotImplementedError, match=why):
         text(AMAX, X)
+    reset()
+    monkeypatch.setattr(agreement, "settle", lambda name, error: error)
+    assert TARGET in text(AMAX, X)
+    assert len(backend.built) == 1
 
 
 def test_an_interrupted_build_is_no_failure(monkeypatch):
@@ -272,23 +280,27 @@ def test_processes_must_have_agreed(monkeypatch):
     configure(monkeypatch, jit="1")
     backend = add()
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    assert "call te.backends.agree()" in (registry.why_not(backend) or "")
+    assert registry.why_not(backend, False) is None
+    assert TARGET in text(AMAX, X)  # on this process's device alone
+    assert "call te.backends.agree()" in (registry.why_not(backend, True) or "")
     theirs = {}
     gather = lambda mine: [mine, theirs.get("words", mine)]
     monkeypatch.setattr(multihost_utils, "process_allgather", gather)
+    monkeypatch.setattr(_jit, "_is_shared", lambda ctx: True)
     assert te.backends.agree()
-    assert registry.why_not(backend) is None
+    assert registry.why_not(backend, True) is None
     add("another")
-    changed = registry.why_not(backend) or ""
+    changed = registry.why_not(backend, True) or ""
     assert "would generate as it is now: call te.backends.agree() in each" in changed
     assert te.backends.agree()
-    assert registry.why_not(backend) is None
+    assert registry.why_not(backend, True) is None
     monkeypatch.setattr(registry, "arch", lambda platform: ("sm_100a", ""))
-    assert "as it is now" in (registry.why_not(backend) or "")  # another GPU
+    assert "as it is now" in (registry.why_not(backend, True) or "")  # another GPU
     theirs["words"] = [0] * 8
     assert not te.backends.agree()
     assert (
-        registry.why_not(backend) == "the processes differ in what they would generate"
+        registry.why_not(backend, True)
+        == "the processes differ in what they would generate"
     )
     assert TARGET not in text(AMAX, X)
 
