@@ -4,6 +4,7 @@ import logging
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -303,6 +304,27 @@ def test_processes_must_have_agreed(monkeypatch):
         == "the processes differ in what they would generate"
     )
     assert TARGET not in text(AMAX, X)
+
+
+def test_programs_of_other_processes_too_are_told_apart(monkeypatch):
+    """By their devices; where these are not known, they may be anyone's."""
+
+    def shared(**context):
+        module = SimpleNamespace(axis_context=SimpleNamespace(**context))
+        return _jit._is_shared(SimpleNamespace(module_context=module))
+
+    def devices(*processes):
+        return tuple(SimpleNamespace(process_index=i) for i in processes)
+
+    mesh = jax.make_mesh((8,), ("d",))
+    assert not shared(device_assignment=devices(0, 1))  # one process
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    assert not shared(mesh=mesh)
+    assert shared(mesh=mesh.abstract_mesh)
+    assert not shared(device_assignment=devices(0, 0))
+    assert shared(device_assignment=devices(0, 1))
+    assert shared(device_assignment=devices(1))
+    assert shared(device_assignment=None)
 
 
 def test_bad_arguments():
