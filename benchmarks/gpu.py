@@ -15,7 +15,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -270,9 +270,9 @@ def kernel_rows(n: int, repeats: int) -> Iterator[dict]:
             yield row | {"share": row["tbs"] / copy}
 
 
-def jit_rows(repeats: int) -> Iterator[dict]:
+def jit_rows(sizes: Iterable[tuple[int, int]], repeats: int) -> Iterator[dict]:
     """A row for each kernel both ways; the ratio is to the compiled one."""
-    for m, k in jit_gpu.SIZES:
+    for m, k in sizes:
         block = jax.random.bits(jax.random.key(1), (m, k), jnp.uint16)
         copy = functools.partial(jax.jit(jnp.copy), block)
         native = jit_gpu.calls(m, k, parse("*=native"))
@@ -330,7 +330,13 @@ def main() -> None:
     parser.add_argument("--layers", nargs="*", choices=WORKS, default=list(WORKS))
     parser.add_argument("--size", type=int, default=16384, help="of the kernels' x")
     parser.add_argument("--only", choices=PARTS)
-    parser.add_argument("--jit", action="store_true", help="generated kernels only")
+    parser.add_argument(
+        "--jit",
+        nargs="*",
+        type=jit_gpu.size,
+        metavar="MxK",
+        help="generated kernels only, at these sizes, as 16384x16384",
+    )
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--json", metavar="FILE")
     options = parser.parse_args()
@@ -348,8 +354,9 @@ def main() -> None:
         "kernels": lambda: kernel_rows(options.size, options.repeats),
         "attention": lambda: attention_rows(options.repeats),
     }
-    if options.jit:
-        parts = {"jit": lambda: jit_rows(options.repeats)}
+    if options.jit is not None:
+        sizes = options.jit or jit_gpu.SIZES
+        parts = {"jit": lambda: jit_rows(sizes, options.repeats)}
     rows = []
     for name, part in parts.items():
         if options.only in (None, name):

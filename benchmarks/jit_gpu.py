@@ -29,6 +29,12 @@ KERNELS = (
 )
 
 
+def size(text: str) -> tuple[int, int]:
+    """Reads rows and columns, written "4104x4096"."""
+    m, k = map(int, text.split("x"))
+    return m, k
+
+
 def calls(m: int, k: int, impl: tuple) -> Iterator[tuple[str, Callable, list]]:
     """Name, call and types of the operands, in bfloat16, of each kernel."""
     for name, activation in KERNELS:

@@ -89,7 +89,7 @@ def load(backend: KernelBackend, name: str) -> Any | None:
         name: of its FFI target.
     """
     base = folder()
-    if base is None:
+    if base is None or Path(name).name != name:  # as one with folders in it
         return None
     for suffix in backend.suffixes:
         file = base / (name + suffix)

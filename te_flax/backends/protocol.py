@@ -1,11 +1,13 @@
 """What a backend is: it says which kernels it can make, and makes them."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+
+from te_flax.errors import message
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,3 +144,26 @@ class KernelBackend:
         options = {"platform": "gpu" if cuda else "cpu", "allow_cuda_graph": cuda}
         options |= self.bridge
         jax_tvm_ffi.register_ffi_target(name, function, ["args", "rets"], **options)
+
+
+def check(backend: Any, ops: Iterable[str]) -> tuple[str, ...]:
+    """Returns the globs of a registration; refuses one that could never serve."""
+    where = "register_backend"
+    if not isinstance(backend, KernelBackend):
+        rule, remedy = "be a KernelBackend", "derive its class from KernelBackend"
+        got = type(backend).__name__
+        raise TypeError(message(where, "backend", rule, got, remedy))
+    name = getattr(backend, "name", None)
+    if not isinstance(name, str) or not name:
+        rule, remedy = "have a name", "set name in its class"
+        raise ValueError(message(where, "backend", rule, repr(name), remedy))
+    if backend.platform not in ("cpu", "cuda"):
+        rule, remedy = "have the platform 'cpu' or 'cuda'", "set platform in its class"
+        got = repr(backend.platform)
+        raise ValueError(message(where, "backend", rule, got, remedy))
+    several = isinstance(ops, Iterable) and not isinstance(ops, str)
+    globs = tuple(ops) if several else ()
+    if not globs or not all(isinstance(glob, str) for glob in globs):
+        rule, remedy = "be a tuple of globs", 'write ("quantize_mxfp8_*",)'
+        raise TypeError(message(where, "ops", rule, repr(ops), remedy))
+    return globs

@@ -7,31 +7,19 @@ import hashlib
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
-from te_flax.backends import disk
-from te_flax.backends.protocol import Call, JitKey, KernelBackend
+from te_flax.backends import agreement, disk
+from te_flax.backends.entries import Entries, Entry
+from te_flax.backends.protocol import Call, JitKey, KernelBackend, check
 from te_flax.config import CONFIG
 from te_flax.errors import message
 
 EXTRA = "pip install te_flax[cutedsl]"
-
-
-@dataclasses.dataclass
-class _Entry:
-    """One kernel: pending until ``done``, then ready or, with an error, failed."""
-
-    backend: str
-    key: JitKey
-    done: threading.Event = dataclasses.field(default_factory=threading.Event)
-    error: str = ""
-    origin: str = ""  # "compiled" or "from disk"
-    seconds: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,10 +38,11 @@ class Kernel:
 
 
 _registered: list[tuple[KernelBackend, tuple[str, ...]]] = []
-_entries: dict[str, _Entry] = {}  # by the name of the FFI target
+_entries = Entries()  # of this process
+_everywhere = Entries()  # of all processes together
 _targets: dict[str, Any] = {}  # name -> kernel, kept alive: XLA forgets no target
 _agreed: dict[str, bool] = {}
-_lock = threading.Lock()  # of the above; held for moments
+_lock = threading.Lock()  # of what is registered; held for moments
 _building = threading.RLock()  # compilers are not made for threads
 
 
@@ -61,28 +50,29 @@ def register_backend(backend: KernelBackend, ops: Iterable[str]) -> None:
     """Adds a backend; of several that serve an op the last one added is asked first.
 
     Args:
-        backend: it, with a name of its own. One of the same name is replaced.
+        backend: it, with a name of its own. One of the same name is replaced, and what
+            that could not make is tried again.
         ops: globs of the ops that it may serve.
 
     Raises:
-        TypeError: the backend is no :class:`KernelBackend`, or ops is a string.
+        TypeError: the backend is no :class:`KernelBackend`, or ops are no globs.
+        ValueError: it has no name, or no platform that ops have kernels for.
 
     Example:
         >>> class Mine(KernelBackend):
         ...     name, platform = "mine", "cpu"
         >>> register_backend(Mine(), ops=("no_such_op",))
     """
-    if not isinstance(backend, KernelBackend):
-        rule, remedy = "be a KernelBackend", "derive its class from KernelBackend"
-        got = type(backend).__name__
-        raise TypeError(message("register_backend", "backend", rule, got, remedy))
-    if isinstance(ops, str):
-        rule, remedy = "be a tuple of globs", f"write ({ops!r},)"
-        raise TypeError(message("register_backend", "ops", rule, repr(ops), remedy))
-    globs = tuple(ops)
+    globs = check(backend, ops)
     with _lock:
         _registered[:] = [b for b in _registered if b[0].name != backend.name]
         _registered.append((backend, globs))
+    _forget(lambda entry: entry.backend == backend.name)
+
+
+def _forget(which: Callable[[Entry], bool]) -> None:
+    for kernels in (_entries, _everywhere):
+        kernels.forget(which)
 
 
 @functools.cache
@@ -124,15 +114,21 @@ def arch(platform: str) -> tuple[str, str]:
     return f"sm_{number}{'a' if int(number) >= 90 else ''}", ""
 
 
-def why_not(backend: KernelBackend) -> str | None:
-    """Returns why a backend serves nothing in this process, or None."""
+def why_not(backend: KernelBackend, shared: bool) -> str | None:
+    """Returns why a backend serves nothing, or None.
+
+    Args:
+        backend: it.
+        shared: in a program of several processes, or of this one alone.
+    """
     if why := backend.available():
         return why
-    if jax.process_count() > 1 and not _agreed.get(_digest(), False):
+    if shared and not (same := _agreed.get(_digest())):
+        if same is False:
+            return "the processes differ in what they would generate"
+        since = " as it is now" * bool(_agreed)  # as after another registration
         return (
-            "the processes differ in what they would generate"
-            if _agreed
-            else "the processes have not compared what they would generate: call "
+            f"the processes have not compared what they would generate{since}: call "
             "te.backends.agree() in each"
         )
     return arch(backend.platform)[1] or None
@@ -144,6 +140,7 @@ def resolve(
     operands: tuple[jax.ShapeDtypeStruct, ...],
     results: tuple[jax.ShapeDtypeStruct, ...],
     attrs: Mapping[str, Any],
+    shared: bool,
 ) -> Kernel | str:
     """Finds a kernel for a call, and makes it where there is none.
 
@@ -153,6 +150,7 @@ def resolve(
         operands: their types.
         results: likewise.
         attrs: static attributes, those that tell the variant included.
+        shared: whether other processes run the program too, and must find the same.
 
     Returns:
         The kernel, ready to be called, or why there is none.
@@ -168,23 +166,23 @@ def resolve(
             tuple(t.dtype.name for t in results),
             tuple(sorted(changing.items())),
         )
-        found = _ask(backend, Call(key, operands, results, attrs))
+        found = _ask(backend, Call(key, operands, results, attrs), shared)
         if isinstance(found, Kernel):
             return found
         reasons.append(f"{backend.name}: {found}")
     return "; ".join(reasons) or f"no backend generates kernels for it on {platform}"
 
 
-def _ask(backend: KernelBackend, call: Call) -> Kernel | str:
+def _ask(backend: KernelBackend, call: Call, shared: bool) -> Kernel | str:
     """The kernel of one backend, or why there is none; a faulty one stops no run."""
     try:
-        why = why_not(backend) or backend.supports(call)
+        why = why_not(backend, shared) or backend.supports(call)
         name = "" if why else target(backend, call.key)
     except Exception as error:
         why = _failed(error)
         disk.warn(f"{call.key.op}: asking {backend.name} {why}")
     else:
-        why = why or _make(backend, call.key, name)
+        why = why or _make(backend, call.key, name, shared)
     return why or Kernel(name, backend, call)
 
 
@@ -204,32 +202,26 @@ def target(backend: KernelBackend, key: JitKey) -> str:
     return f"te_flax.jit.{key.op}.{digest[:16]}"
 
 
-def _make(backend: KernelBackend, key: JitKey, name: str) -> str:
+def _make(backend: KernelBackend, key: JitKey, name: str, shared: bool) -> str:
     """Makes the kernel of a key unless it was; returns the error, if it has one."""
-    with _lock:
-        entry = _entries.get(name)
-        mine = entry is None
-        if entry is None:
-            entry = _entries[name] = _Entry(backend.name, key)
-    if mine:
-        try:
-            with _building:
-                _fill(entry, backend, name)
-        except Exception as error:
-            entry.error = _failed(error)
-            disk.warn(f"{key.op}: building a kernel of {backend.name} {entry.error}")
-        except BaseException:  # interrupted: nothing is known of it
-            with _lock:
-                del _entries[name]
-            entry.error = "interrupted"
-            raise
-        finally:
-            entry.done.set()
-    entry.done.wait()
-    return entry.error
+    new = functools.partial(Entry, backend.name, key)
+    error = _entries.once(name, new(), lambda entry: _built(entry, backend, name))
+    if not shared:
+        return error
+    return _everywhere.once(name, new(), lambda _: agreement.settle(name, error))
 
 
-def _fill(entry: _Entry, backend: KernelBackend, name: str) -> None:
+def _built(entry: Entry, backend: KernelBackend, name: str) -> str:
+    """Builds or loads the kernel here; returns the error, if there is one."""
+    try:
+        with _building:
+            _fill(entry, backend, name)
+    except Exception as error:
+        return _failed(error)
+    return ""
+
+
+def _fill(entry: Entry, backend: KernelBackend, name: str) -> None:
     start = time.perf_counter()
     entry.origin = "from disk"
     function = _targets.get(name) or disk.load(backend, name)
@@ -256,14 +248,12 @@ def reset() -> None:
     """Forgets which kernels could not be made, so that they are tried again.
 
     Kernels that are there stay: XLA forgets no target. A function that was jitted
-    meanwhile keeps what it was compiled with.
+    meanwhile keeps what it was compiled with. Of several processes each must call it.
 
     Example:
         >>> reset()
     """
-    with _lock:
-        for name in [n for n, e in _entries.items() if e.done.is_set() and e.error]:
-            del _entries[name]
+    _forget(lambda entry: True)
     disk.warn.cache_clear()
 
 
@@ -285,7 +275,7 @@ def ensure(names: Iterable[str]) -> None:
     if isinstance(names, str):
         rule, remedy = "be a list of names", f"write [{names!r}]"
         raise TypeError(message("ensure", "names", rule, repr(names), remedy))
-    for name in names:
+    for name in map(str, names):
         with _building:
             if name in _targets:
                 continue
@@ -305,13 +295,18 @@ def _all() -> Iterator[KernelBackend]:
     yield from (backend for backend, _ in (*reversed(_registered), *_own()))
 
 
+def _facts(backend: KernelBackend) -> tuple:
+    """What the kernels of a backend depend on; a faulty one stops no process."""
+    try:
+        made_by = backend.version(), backend.source_hash()
+        return backend.name, *made_by, bool(backend.available()), arch(backend.platform)
+    except Exception as error:
+        return backend.name, _failed(error)
+
+
 def _digest() -> str:
     """What must be equal in all processes for them to compile the same program."""
-    parts = [
-        (b.name, b.version(), b.source_hash(), bool(b.available()), arch(b.platform))
-        for b in _all()
-    ]
-    text = repr((parts, CONFIG.jit, CONFIG.kernels))
+    text = repr(([*map(_facts, _all())], CONFIG.jit, CONFIG.kernels))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -319,7 +314,8 @@ def agree() -> bool:
     """Compares what the processes would generate; each must call it, once.
 
     Without it, or where they differ, a program of several processes runs the compiled
-    handlers: all must compile the same. With one process there is nothing to compare.
+    handlers: all must compile the same. So it does for a kernel that a process cannot
+    make, or does not come to within some minutes. Programs of one process need none.
 
     Returns:
         Whether backends, versions, sources, GPUs and settings are equal everywhere.
@@ -329,13 +325,7 @@ def agree() -> bool:
         True
     """
     mine = _digest()
-    same = True
-    if jax.process_count() > 1:
-        from jax.experimental import multihost_utils
-
-        words = np.frombuffer(bytes.fromhex(mine), np.uint32)
-        everywhere = np.asarray(multihost_utils.process_allgather(words))
-        same = bool((everywhere == words).all())
+    same = agreement.is_everywhere(mine)
     _agreed.clear()
     _agreed[mine] = same
     return same
@@ -354,17 +344,23 @@ def describe(op: str, platform: str) -> tuple[bool, str]:
     """
     reasons = []
     for backend in backends(op, platform):
-        if why := why_not(backend):
+        try:
+            why = why_not(backend, jax.process_count() > 1)
+            version = f"{backend.name} {backend.version()}"
+        except Exception as error:
+            why, version = _failed(error), ""
+        if why:
             reasons.append(why)
             continue
-        asked = backend.name, op
-        mine = [e for e in list(_entries.values()) if (e.backend, e.key.op) == asked]
-        version = f"{backend.name} {backend.version()}".strip()
+        lacking = {n: e for n, e in list(_everywhere.items()) if e.error}
+        known = (dict(_entries) | lacking).values()
+        mine = [e for e in known if (e.backend, e.key.op) == (backend.name, op)]
+        version = version.strip()
         return True, f"{version} | {_counted(mine)}" if mine else version
     return False, "; ".join(reasons) or "no backend generates kernels for it"
 
 
-def _counted(entries: list[_Entry]) -> str:
+def _counted(entries: list[Entry]) -> str:
     """Such as "3 configs: 2 compiled (1.7 s), 1 from disk"."""
     parts = []
     for origin in ("compiled", "from disk"):

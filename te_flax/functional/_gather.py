@@ -15,9 +15,9 @@ from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
+from te_flax.functional._sent import sent
 from te_flax.functional.config import NOWHERE, DenseConfig
 from te_flax.ops._plan import axes_of, per_dim, to_spec
 from te_flax.quantize.per_tensor import TensorQuantizer
@@ -142,7 +142,7 @@ def _turned(row: ScaledTensor) -> ScaledTensor:
 
 
 def travel(x: ScaledTensor, route: Route) -> ScaledTensor:
-    """The copy where its product reads it; codes travel as bytes on every backend.
+    """The copy where its product reads it; one byte travels for each code.
 
     Copies whose data are packed follow the product that reads them.
     """
@@ -157,11 +157,9 @@ def travel(x: ScaledTensor, route: Route) -> ScaledTensor:
         start, end = (p.permuted((*range(m, x.ndim), *range(m))) for p in route)
     if data.dtype.itemsize > 1:
         return dataclasses.replace(x, data=end(data), scale=scale)
-    codes = lax.bitcast_convert_type(data, jnp.uint8)
-    if start.auto != end.auto:
-        codes = start(codes)  # else XLA gathers before it takes them as bytes
-    codes = lax.bitcast_convert_type(end(codes), data.dtype)
-    return dataclasses.replace(x, data=codes, scale=scale)
+    # Made at the start, else XLA gathers what the codes are made of.
+    move = lambda a: end(start(a) if start.auto != end.auto else a)
+    return dataclasses.replace(x, data=sent(data, move), scale=scale)
 
 
 def _scale_spec(x: ScaledTensor, spec: PartitionSpec) -> PartitionSpec:

@@ -8,9 +8,8 @@ import numpy as np
 from jax import lax
 
 from te_flax.functional._row_mesh import Outside
+from te_flax.functional._sent import sent
 from te_flax.typing import Array
-
-_BITS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,14 +50,7 @@ class RowGather:
 
     def gather(self, a: Array) -> Array:
         """``[shard, ..]`` on every device -> ``[gathered, ..]``, bit by bit."""
-        # XLA's CPU backend sends bfloat16 as float32, which loses NaN payloads, and FP8
-        # as float16. XLA's GPU backend sends all as they are, but would copy bits.
-        a = lax.platform_dependent(a, cpu=self._gather_bits, default=self._gather)
-        return self.whole(self._packed(a))
-
-    def _gather_bits(self, a: Array) -> Array:
-        bits = lax.bitcast_convert_type(a, _BITS[a.dtype.itemsize])
-        return lax.bitcast_convert_type(self._gather(bits), a.dtype)
+        return self.whole(self._packed(sent(a, self._gather)))
 
     def _gather(self, a: Array) -> Array:
         if self.outside is not None:

@@ -48,10 +48,24 @@ def find(
         )
         results = tuple(jax.ShapeDtypeStruct(*result) for result in shapes)
         given = {**op.handler_attrs, **dict(attrs)}
-        found = registry.resolve(op.name, platform, tuple(types), results, given)
+        kinds, shared = tuple(types), _is_shared(ctx)
+        found = registry.resolve(op.name, platform, kinds, results, given, shared)
     if isinstance(found, str) and impl == "auto" and CONFIG.jit_warn == "1":
         disk.warn(f"{op.name}: no kernel is generated at run time: {found}")
     return found
+
+
+def _is_shared(ctx) -> bool:
+    """Whether other processes run the program too; they must lower the same."""
+    if jax.process_count() == 1:
+        return False
+    context = ctx.module_context.axis_context
+    mesh = getattr(context, "mesh", None)
+    if isinstance(mesh, jax.sharding.Mesh):
+        return mesh.is_multi_process
+    devices = getattr(context, "device_assignment", None)
+    mine = jax.process_index()
+    return not devices or any(d.process_index != mine for d in devices)
 
 
 def lower(op: "KernelOp", kernel: registry.Kernel, ctx, *args):

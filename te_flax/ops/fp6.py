@@ -13,10 +13,11 @@ import numpy as np
 
 from te_flax.errors import message
 from te_flax.ops import _bits
-from te_flax.ops._op import Case, KernelOp
+from te_flax.ops._op import Case, KernelOp, check_arrays
 from te_flax.typing import FLOATS, Array
 
 MAX = {"e2m3": 7.5, "e3m2": 28.0}
+_BYTES = (jnp.uint8,)
 _SHAPE = {"e2m3": (3, 1), "e3m2": (2, 3)}  # mantissa bits, exponent bias
 
 
@@ -26,6 +27,19 @@ def check_format(where: str, argument: str, format: str) -> None:
         rule = f"be {' or '.join(MAX)}"
         remedy = "e3m2 has the wider range, e2m3 the finer steps"
         raise ValueError(message(where, argument, rule, repr(format), remedy))
+
+
+def _check(where: str, argument: str, array: Any, dtypes: tuple, ndim: int = 0) -> None:
+    """Refuses what is no array of these dtypes with at least so many dims."""
+    check_arrays(where, **{argument: array})
+    names = [np.dtype(t).name for t in dtypes]
+    if array.dtype.name not in names:
+        rule, remedy = f"be {' or '.join(names)}", "cast it first"
+        raise TypeError(message(where, argument, rule, array.dtype, remedy))
+    if array.ndim < ndim:
+        rule, remedy = f"have rank {ndim} or more", "reshape it"
+        got = f"shape {array.shape}"
+        raise ValueError(message(where, argument, rule, got, remedy))
 
 
 def encode(values: Array, format: str) -> Array:
@@ -40,12 +54,14 @@ def encode(values: Array, format: str) -> Array:
 
     Raises:
         ValueError: there is no such format.
+        TypeError: the operand is no array of such a dtype.
 
     Example:
         >>> encode(jnp.array([0.125, -1.0, 9.0]), "e2m3").tolist()
         [1, 40, 31]
     """
     check_format("fp6_encode", "format", format)
+    _check("fp6_encode", "values", values, FLOATS)
     bits = _bits.widen(values)
     a = _bits.magnitude(bits)
     largest = int(np.float32(MAX[format]).view(np.int32))
@@ -66,12 +82,14 @@ def decode(codes: Array, format: str) -> Array:
 
     Raises:
         ValueError: there is no such format.
+        TypeError: the operand is no array of such a dtype.
 
     Example:
         >>> decode(jnp.array([1, 40, 31], jnp.uint8), "e2m3").tolist()
         [0.125, -1.0, 7.5]
     """
     check_format("fp6_decode", "format", format)
+    _check("fp6_decode", "codes", codes, _BYTES)
     a = _bits.expand(codes.astype(jnp.int32) & 31, *_SHAPE[format])
     return _bits.as_float(a | ((codes.astype(jnp.int32) & 32) << 26))
 
@@ -85,10 +103,15 @@ def pack(codes: Array) -> Array:
     Returns:
         uint8 ``[.., 3 ceil(n / 4)]``; codes missing at the end count as 0.
 
+    Raises:
+        ValueError: there is no axis.
+        TypeError: the operand is no uint8 array.
+
     Example:
         >>> pack(jnp.array([1, 2, 3, 4, 63], jnp.uint8)).tolist()
         [129, 48, 16, 63, 0, 0]
     """
+    _check("fp6_pack", "codes", codes, _BYTES, ndim=1)
     return joined(_pack(codes)[0])
 
 
@@ -101,10 +124,19 @@ def unpack(data: Array) -> Array:
     Returns:
         uint8 ``[.., 4 n]``, 0 to 63.
 
+    Raises:
+        ValueError: the last axis holds no whole groups of three bytes.
+        TypeError: the operand is no uint8 array.
+
     Example:
         >>> unpack(jnp.array([129, 48, 16], jnp.uint8)).tolist()
         [1, 2, 3, 4]
     """
+    _check("fp6_unpack", "data", data, _BYTES, ndim=1)
+    if data.shape[-1] % 3:
+        rule, remedy = "have three bytes for each four codes", "pass what pack returned"
+        got = f"shape {data.shape}"
+        raise ValueError(message("fp6_unpack", "data", rule, got, remedy))
     codes = _unpack(split(data))[0]
     return codes.reshape(*codes.shape[:-2], 4 * codes.shape[-2])
 
@@ -166,7 +198,6 @@ def _op(
     )
 
 
-_BYTES = (jnp.uint8,)
 FP6_ENCODE = _op("x: D.. -> codes: D..", _encode, (250, 19), FLOATS, format="e2m3")
 FP6_DECODE = _op("codes: D.. -> x: D..", _decode, (250, 19), _BYTES, format="e2m3")
 FP6_PACK = _op(

@@ -10,7 +10,7 @@ def _fresh(monkeypatch, tmp_path):
     from _fake import configure
 
     configure(monkeypatch, cache=str(tmp_path / "cache"), jit="", jit_warn="")
-    for name in ("_registered", "_entries", "_targets", "_agreed"):
+    for name in ("_registered", "_entries", "_everywhere", "_targets", "_agreed"):
         kept = getattr(registry, name)
         monkeypatch.setattr(registry, name, type(kept)())
     disk.warn.cache_clear()

@@ -152,3 +152,11 @@ def test_ensure_loads_by_name(tmp_path):
     te.backends.ensure([name, name])
     assert backend.named == [name]
     assert run().loads == 1
+
+
+@pytest.mark.parametrize("name", ["../kernel", "/tmp/kernel", 3])
+def test_ensure_takes_no_path(tmp_path, name):
+    run()
+    kept(tmp_path)[0].rename(tmp_path / "cache" / "kernel.k")
+    with pytest.raises(ValueError, match="ensure: names must be a kernel on disk in"):
+        te.backends.ensure([name])

@@ -4,6 +4,7 @@ import logging
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +12,14 @@ import pytest
 from _fake import TARGET, Fake, X, configure, text
 
 import te_flax as te
-from te_flax.backends import KernelBackend, register_backend, registry, reset
-from te_flax.ops import _extension
+from te_flax.backends import (
+    KernelBackend,
+    agreement,
+    register_backend,
+    registry,
+    reset,
+)
+from te_flax.ops import _extension, _jit
 from te_flax.ops._report import rows
 from te_flax.ops.amax import AMAX
 
@@ -82,6 +89,11 @@ def test_where_supported_it_is_preferred_else_native(monkeypatch):
     with te.kernels("amax=native" if NATIVE else "amax=reference"):
         assert TARGET not in text(AMAX, X)
     assert TARGET not in text(AMAX, X[:0])
+    with (
+        te.kernels("amax=jit"),
+        pytest.raises(NotImplementedError, match="there are no elements; use"),
+    ):
+        text(AMAX, X[:0])
 
 
 def test_a_kernel_is_built_once_by_eight_threads():
@@ -90,7 +102,7 @@ def test_a_kernel_is_built_once_by_eight_threads():
     results = (jax.ShapeDtypeStruct((2,), jnp.float32),)
 
     def find(_):
-        return registry.resolve("amax", "cpu", types, results, {})
+        return registry.resolve("amax", "cpu", types, results, {}, False)
 
     with ThreadPoolExecutor(8) as threads:
         found = list(threads.map(find, range(8)))
@@ -109,7 +121,7 @@ def test_a_failure_is_kept_said_once_and_forgotten_on_demand(monkeypatch, caplog
         assert TARGET not in text(AMAX, X)
     assert len(backend.built) == 1
     said = [r.message for r in caplog.records]
-    assert said == ["amax: building a kernel of fake failed: RuntimeError: line one"]
+    assert said == ["amax: no kernel of fake: failed: RuntimeError: line one"]
     assert (
         "1 config: 1 failed: RuntimeError: line one"
         in registry.describe("amax", "cpu")[1]
@@ -139,8 +151,54 @@ def test_a_faulty_backend_stops_no_run(monkeypatch, caplog, method):
     said = [r.message for r in caplog.records]
     assert said == ["amax: asking fake failed: AttributeError: no such thing"]
     match = "fake: failed: AttributeError: no such thing; use"
-    with te.kernels("amax=jit"), pytest.raises(NotImplementedError, match=match):
+    with te.kernels("amax=jit"):
+        with pytest.raises(NotImplementedError, match=match):
+            text(AMAX, X)
+        if method != "supports":
+            assert row()[2:] == ("error", "failed: AttributeError: no such thing")
+    assert te.backends.agree()
+
+
+def test_a_backend_in_the_place_of_another_has_no_failures(monkeypatch):
+    configure(monkeypatch, jit="1")
+    add(fails="no compiler")
+    assert TARGET not in text(AMAX, X)
+    replaced = add()
+    assert registry.describe("amax", "cpu") == (True, "fake 1.0")
+    assert TARGET in text(AMAX, X)
+    assert len(replaced.built) == 1
+    add("other", fails="not here")
+    assert TARGET in text(AMAX, X)
+    add()
+    kept = [e.error for e in registry._entries.values()]
+    assert "failed: RuntimeError: not here" in kept  # that is another's
+
+
+def test_a_kernel_that_another_process_lacks_is_not_used(monkeypatch, caplog):
+    configure(monkeypatch, jit="1")
+    backend = add()
+    assert te.backends.agree()
+    why = "process 1: failed: OSError: disk full"
+    asked = []
+
+    def settle(name, error):
+        asked.append((name, error))
+        return why
+
+    monkeypatch.setattr(agreement, "settle", settle)
+    assert TARGET in text(AMAX, X)  # a program of its own
+    monkeypatch.setattr(_jit, "_is_shared", lambda ctx: True)
+    for _ in range(2):
+        assert TARGET not in text(AMAX, X)
+    assert asked == [(backend.named[0], "")]
+    assert [r.message for r in caplog.records] == [f"amax: no kernel of fake: {why}"]
+    assert registry.describe("amax", "cpu") == (True, f"fake 1.0 | 1 config: 1 {why}")
+    with te.kernels("amax=jit"), pytest.raises(NotImplementedError, match=why):
         text(AMAX, X)
+    reset()
+    monkeypatch.setattr(agreement, "settle", lambda name, error: error)
+    assert TARGET in text(AMAX, X)
+    assert len(backend.built) == 1
 
 
 def test_an_interrupted_build_is_no_failure(monkeypatch):
@@ -223,21 +281,50 @@ def test_processes_must_have_agreed(monkeypatch):
     configure(monkeypatch, jit="1")
     backend = add()
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    assert "call te.backends.agree()" in (registry.why_not(backend) or "")
+    assert registry.why_not(backend, False) is None
+    assert TARGET in text(AMAX, X)  # on this process's device alone
+    assert "call te.backends.agree()" in (registry.why_not(backend, True) or "")
     theirs = {}
     gather = lambda mine: [mine, theirs.get("words", mine)]
     monkeypatch.setattr(multihost_utils, "process_allgather", gather)
+    monkeypatch.setattr(_jit, "_is_shared", lambda ctx: True)
     assert te.backends.agree()
-    assert registry.why_not(backend) is None
+    assert registry.why_not(backend, True) is None
+    add("another")
+    changed = registry.why_not(backend, True) or ""
+    assert "would generate as it is now: call te.backends.agree() in each" in changed
+    assert te.backends.agree()
+    assert registry.why_not(backend, True) is None
     monkeypatch.setattr(registry, "arch", lambda platform: ("sm_100a", ""))
-    assert "call te.backends.agree()" not in (registry.why_not(backend) or "")
-    assert registry.why_not(backend)  # agreed for another GPU
+    assert "as it is now" in (registry.why_not(backend, True) or "")  # another GPU
     theirs["words"] = [0] * 8
     assert not te.backends.agree()
     assert (
-        registry.why_not(backend) == "the processes differ in what they would generate"
+        registry.why_not(backend, True)
+        == "the processes differ in what they would generate"
     )
     assert TARGET not in text(AMAX, X)
+
+
+def test_programs_of_other_processes_too_are_told_apart(monkeypatch):
+    """By their devices; where these are not known, they may be anyone's."""
+
+    def shared(**context):
+        module = SimpleNamespace(axis_context=SimpleNamespace(**context))
+        return _jit._is_shared(SimpleNamespace(module_context=module))
+
+    def devices(*processes):
+        return tuple(SimpleNamespace(process_index=i) for i in processes)
+
+    mesh = jax.make_mesh((8,), ("d",))
+    assert not shared(device_assignment=devices(0, 1))  # one process
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    assert not shared(mesh=mesh)
+    assert shared(mesh=mesh.abstract_mesh)
+    assert not shared(device_assignment=devices(0, 0))
+    assert shared(device_assignment=devices(0, 1))
+    assert shared(device_assignment=devices(1))
+    assert shared(device_assignment=None)
 
 
 def test_bad_arguments():
@@ -249,6 +336,16 @@ def test_bad_arguments():
         TypeError, match=r"register_backend: ops must .* got 'amax'; write"
     ):
         register_backend(Fake(), "amax")
+    for ops in ((3,), 3, [None]):
+        with pytest.raises(TypeError, match="register_backend: ops must be a tuple of"):
+            register_backend(Fake(), ops)
+    with pytest.raises(ValueError, match="backend must have a name, got None; set na"):
+        register_backend(KernelBackend(), OPS)
+    wrong = Fake()
+    wrong.platform = "gpu"
+    match = "backend must have the platform 'cpu' or 'cuda', got 'gpu'; set platform"
+    with pytest.raises(ValueError, match=match):
+        register_backend(wrong, OPS)
     with pytest.raises(ValueError, match="ensure: names must be a kernel on disk in"):
         te.backends.ensure(["te_flax.jit.amax.0"])
     with pytest.raises(TypeError, match="ensure: names must be a list of names"):

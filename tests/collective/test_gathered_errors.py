@@ -137,3 +137,20 @@ def test_ragged_rows_cut_by_another_axis_too():
     match = "rows must be None where other mesh axes cut the rows too, got"
     with pytest.raises(ValueError, match=match):
         te.allgather_rms_norm(*placed, axis="tp", rows=(1,) * 4)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [((SHARD, FEATURES - 32), "bfloat16"), (None, "float16")]
+)
+def test_shards_of_other_columns_or_dtypes(shape, dtype):
+    """There is no such array to pass: JAX refuses to make one."""
+    cut = jax.NamedSharding(MESH, P("tp"))
+    shards = [
+        jax.device_put(jnp.ones((SHARD, FEATURES), jnp.bfloat16), device)
+        for device in MESH.devices.flat
+    ]
+    other = jnp.ones(shape or shards[0].shape, dtype)
+    shards[-1] = jax.device_put(other, MESH.devices.flat[-1])
+    make = jax.make_array_from_single_device_arrays
+    with pytest.raises((ValueError, TypeError), match=r"96|dtype"):
+        make((ROWS, FEATURES), cut, shards).block_until_ready()

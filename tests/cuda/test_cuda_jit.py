@@ -1,6 +1,11 @@
 """Generated CuTeDSL kernels give the bits of the compiled ones, for every key."""
 
 import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +24,7 @@ from _jit_cases import (
 )
 
 import te_flax as te
-from te_flax.backends import registry
+from te_flax.config import CONFIG
 from te_flax.ops._choice import REGISTRY
 from te_flax.testing import oracle
 
@@ -144,8 +149,56 @@ def te_rngs():
     return nnx.Rngs(0)
 
 
-def test_every_kernel_of_this_run_came_from_somewhere():
-    """With the compiler missing they can only be from disk."""
-    origins = {origin for _, origin, _ in registry.made()}
-    if importlib.util.find_spec("cutlass") is None:
-        assert origins <= {"from disk"}
+CODE = """
+import hashlib, json, sys
+import numpy as np
+from _jit_cases import BF16, JitCase, attributes, both_ways
+from te_flax.backends import registry
+from te_flax.backends.cutedsl import CuteDSL
+from te_flax.config import CONFIG
+from te_flax.ops._choice import REGISTRY
+
+def build(*_):
+    raise RuntimeError("it is compiled")
+
+if sys.argv[1] == "second":
+    CuteDSL.build = build
+digest, names = hashlib.sha256(), sys.argv[2:]
+for name in names:
+    case = JitCase(REGISTRY[name], BF16, attributes(REGISTRY[name], BF16))
+    generated, compiled = both_ways(case)(*case.draw())
+    for a, b in zip(generated, compiled, strict=True):
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+        digest.update(np.asarray(a).tobytes())
+said = [registry.describe(name, "cuda")[1].split(" | ")[1] for name in names]
+print(json.dumps([digest.hexdigest(), said]))
+"""
+KEPT = ("quantize_mxfp8_rowcol", "quantize_dbias_mxfp8_rowcol_dbias")
+
+
+def process(which, folder):
+    """A digest of all results, and what the report says of each op."""
+    own = {"TE_FLAX_CACHE": str(folder), "PYTHONPATH": os.pathsep.join(sys.path)}
+    own |= {"JAX_PLATFORMS": "cuda", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    done = subprocess.run(
+        [sys.executable, "-c", CODE, which, *KEPT],
+        env=os.environ | own,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_a_second_process_compiles_nothing(tmp_path):
+    """Without the compiler neither process does: kernels are in TE_FLAX_CACHE."""
+    compiler, folder = importlib.util.find_spec("cutlass"), tmp_path
+    if compiler is None:
+        folder = CONFIG.cache_folder() or tmp_path
+        there = [any(folder.glob(f"jit/te_flax.jit.{name}.*")) for name in KEPT]
+        if not all(there):
+            pytest.skip("needs cutlass, or kernels that it made in TE_FLAX_CACHE")
+    first, second = process("first", folder), process("second", folder)
+    origin = r"compiled \(\d+\.\d s\)" if compiler else "from disk"
+    assert all(re.fullmatch(f"1 config: 1 {origin}", said) for said in first[1])
+    assert second == [first[0], ["1 config: 1 from disk"] * len(KEPT)]

@@ -2,6 +2,7 @@
 
 import functools
 import re
+from collections import Counter
 
 import jax
 import jax.numpy as jnp
@@ -234,15 +235,20 @@ def test_sp_scatters_sums_and_gathers_codes(axis_type, recipe, products):
 
 
 def check_sp_scatters_sums_and_gathers_codes(axis_type, recipe, products, devices=8):
-    """Forward 2 and backward 2 sums; no kernel moves, and nothing changes its split."""
+    """Forward 2 and backward 2 sums; no kernel moves, and nothing changes its split.
+
+    Codes travel as bytes on CPU devices and as they are on GPUs.
+    """
     with mxfp8_products(products):
         train = on_mesh if products == "codes" else on_mesh.__wrapped__
         text = train("tp, sp", axis_type, recipe, devices)[2]
     found = collectives(text, devices)
     moved = {each: n for each, n in found.items() if each[0] != "all-reduce"}
     assert moved.pop(("reduce-scatter", activation(devices, 2))) == 4
-    gathers = {shape: n for (kind, shape), n in moved.items() if kind == "all-gather"}
-    assert len(gathers) == len(moved), moved
+    gathers = Counter()
+    for (kind, shape), n in moved.items():
+        assert kind == "all-gather", moved
+        gathers[re.sub(r"^f8e\w+", "u8", shape)] += n
     b = B // (devices // 2)
     if recipe == "mxfp8":  # of qkv, which has its heads behind three parts
         for n in (str(H), f"{b},{S}"):

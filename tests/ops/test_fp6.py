@@ -108,3 +108,54 @@ def test_bad_arguments_are_named():
         fp6.FP6_PACK(jnp.ones(4), k_ndim=1)
     with pytest.raises(ValueError, match="fp6_unpack: data must have 3 = 3, got 4 in"):
         fp6.FP6_UNPACK(jnp.ones((2, 4), jnp.uint8), k_ndim=1)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "say"),
+    [
+        (
+            lambda: fp6.encode(jnp.ones(4, jnp.uint8), "e2m3"),
+            TypeError,
+            "fp6_encode: values must be float32 or bfloat16 or float16, got uint8;",
+        ),
+        (
+            lambda: fp6.encode([0.5], "e2m3"),
+            TypeError,
+            "fp6_encode: values must be an array, got [0.5] of list; convert it with",
+        ),
+        (
+            lambda: fp6.decode(jnp.ones(4, jnp.int32), "e2m3"),
+            TypeError,
+            "fp6_decode: codes must be uint8, got int32; cast it first",
+        ),
+        (
+            lambda: fp6.pack(jnp.ones(4)),
+            TypeError,
+            "fp6_pack: codes must be uint8, got float32; cast it first",
+        ),
+        (
+            lambda: fp6.pack(jnp.uint8(3)),
+            ValueError,
+            "fp6_pack: codes must have rank 1 or more, got shape (); reshape it",
+        ),
+        (
+            lambda: fp6.unpack(jnp.ones((2, 6), jnp.int8)),
+            TypeError,
+            "fp6_unpack: data must be uint8, got int8; cast it first",
+        ),
+        (
+            lambda: fp6.unpack(jnp.uint8(3)),
+            ValueError,
+            "fp6_unpack: data must have rank 1 or more, got shape (); reshape it",
+        ),
+        (
+            lambda: fp6.unpack(jnp.ones((2, 4), jnp.uint8)),
+            ValueError,
+            "fp6_unpack: data must have three bytes for each four codes, got shape "
+            "(2, 4); pass what pack returned",
+        ),
+    ],
+)
+def test_functions_name_what_does_not_fit(call, error, say):
+    with pytest.raises(error, match=re.escape(say)):
+        call()
