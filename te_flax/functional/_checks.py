@@ -3,7 +3,8 @@
 import jax.numpy as jnp
 
 from te_flax.errors import check_float64, message
-from te_flax.functional.config import IDENTITY, DenseConfig, NormConfig
+from te_flax.functional.config import DenseConfig, NormConfig
+from te_flax.quantize.quantizer import Identity
 from te_flax.typing import FLOATS, Array
 
 
@@ -79,7 +80,7 @@ def check_norm(
 
 def check_dtypes(where: str, config: DenseConfig, **arrays: Array | None) -> None:
     """Raises TypeError for all but floats; float64 only without quantization."""
-    unquantized = config.x == config.kernel == IDENTITY
+    unquantized = isinstance(config.x, Identity) and isinstance(config.kernel, Identity)
     wide = (jnp.float64,) if unquantized else ()
     for name, array in arrays.items():
         if array is not None and array.dtype not in (*FLOATS, *wide):

@@ -1,11 +1,12 @@
 """How a layer's GEMM runs at the call: promotion, recipe, state, low-rank addition."""
 
+import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from te_flax.functional.config import QUANTIZED_NAME, GemmState
+from te_flax.functional.config import IDENTITY, QUANTIZED_NAME, GemmState
 from te_flax.functional.dense import dense, layernorm_dense
 from te_flax.functional.lora import Lora, low_rank
 from te_flax.layers import _arguments, _fp8
@@ -27,6 +28,7 @@ def lora(layer: Any) -> Lora | None:
 def common(
     layer: Any,
     recipe: Recipe | None,
+    dtype: Any,
     out_dtype: str,
     out_sharding: PartitionSpec | NamedSharding | None = None,
     placed: tuple[Placement, Placement] = (Placement(), Placement()),
@@ -36,13 +38,14 @@ def common(
     Args:
         layer: a DenseGeneral.
         recipe: that it follows.
+        dtype: of a kernel that it does not quantize.
         out_dtype: of y.
         out_sharding: wanted of y.
         placed: where the layer has placed x, and where it wants the quantized input.
     """
     if isinstance(out_sharding, NamedSharding):
         out_sharding = out_sharding.spec
-    return _fp8.gemm_config(
+    config = _fp8.gemm_config(
         recipe,
         layer.fp8,
         out_dtype=out_dtype,
@@ -53,6 +56,11 @@ def common(
         checkpoint_name=layer.quantization_checkpoint_name or QUANTIZED_NAME,
         impl=current_kernels(),
     )
+    if recipe is None:
+        # The cast is the GEMM's, so that its gradient is not rounded to this dtype.
+        kernel = dataclasses.replace(IDENTITY, dtype=jnp.dtype(dtype).name)
+        config = dataclasses.replace(config, kernel=kernel)
+    return config
 
 
 def record(
@@ -99,7 +107,7 @@ def apply(
     px, pkernel, pbias = layer.promote_dtype((x, kernel, bias), dtype=layer.dtype)
     out_dtype = jnp.dtype(layer.preferred_element_type or px.dtype).name
     placed = placement(axes[0], x.ndim), placement(axes[1], x.ndim)
-    config = common(layer, recipe, out_dtype, out_sharding, placed)
+    config = common(layer, recipe, pkernel.dtype, out_dtype, out_sharding, placed)
     state = _fp8.gemm_state(recipe, layer.fp8)
     low = lora(layer)
     keep = return_h or low is not None or layer.fp8.record is not None
@@ -108,7 +116,7 @@ def apply(
         narrow = recipe and wider(x.dtype, px.dtype) == px.dtype
         y, measured = dense(
             x if narrow else px,
-            kernel if recipe else pkernel,
+            kernel,
             pbias,
             k_ndim=len(layer.axis),
             config=config,
@@ -121,7 +129,7 @@ def apply(
             _arguments.unpromoted(x, px),
             scale,
             norm_bias,
-            kernel if recipe else pkernel,
+            kernel,
             pbias,
             norm=norm.config(px.dtype.name),
             config=config,

@@ -185,7 +185,7 @@ def project(layer: Any, inputs: tuple, out_sharding: Any) -> Projected:
 
 
 def _parts(y: Array) -> list[Array]:
-    """Slices of y [.., parts, N, H]; their gradients are joined, not padded and added."""
+    """Slices of y [.., parts, N, H], whose gradients are joined in one pass."""
     axis = y.ndim - 3
     parts = jax.lax.split(y, (1,) * y.shape[axis], axis)
     return [jnp.squeeze(part, axis) for part in parts]

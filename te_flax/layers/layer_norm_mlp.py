@@ -249,7 +249,7 @@ class LayerNormMLP(nnx.Module):
         """Both GEMMs in one function."""
         wi, wo, norm = self.wi, self.wo, self.norm
         recipes = resolve(wi.recipe), resolve(wo.recipe)
-        px, params = self._operands(x, recipes)
+        px, params = self._operands(x)
         dtype = px.dtype.name
         out_dtype = jnp.dtype(wo.preferred_element_type or dtype).name
         x_at, h_at, mid_at = (
@@ -257,8 +257,10 @@ class LayerNormMLP(nnx.Module):
         )
         config = MLPConfig(
             norm=None if norm is None else norm.config(dtype),
-            wi=_gemm.common(wi, recipes[0], dtype, placed=(x_at, h_at)),
-            wo=_gemm.common(wo, recipes[1], out_dtype, out_sharding, (mid_at, mid_at)),
+            wi=_gemm.common(wi, recipes[0], dtype, dtype, placed=(x_at, h_at)),
+            wo=_gemm.common(
+                wo, recipes[1], dtype, out_dtype, out_sharding, (mid_at, mid_at)
+            ),
             activation=cast(ActivationConfig, self.activation),
             dropout_rate=0.0 if self.dropout is None else self.dropout.rate,
             dropout_dims=self.intermediate_hidden_dropout_dims,
@@ -285,7 +287,7 @@ class LayerNormMLP(nnx.Module):
             _fp8.push(recipe, layer.fp8, measured)
         return y, h
 
-    def _operands(self, x: Array, recipes: tuple) -> tuple[Array, MLPParams]:
+    def _operands(self, x: Array) -> tuple[Array, MLPParams]:
         """Promotes x and the parameters, and shapes them for the functional."""
         wi, wo = self.wi, self.wo
         arrays = {
@@ -296,9 +298,8 @@ class LayerNormMLP(nnx.Module):
         }
         px, *promoted = wi.promote_dtype((x, *arrays.values()), dtype=wi.dtype)
         named = dict(zip(arrays, promoted, strict=True))
-        for name, recipe in zip(("wi", "wo"), recipes, strict=True):
-            if recipe:  # kernels are quantized from what they are stored in
-                named[name] = arrays[name]
+        for name in ("wi", "wo"):  # quantized, or cast, from what they are stored in
+            named[name] = arrays[name]
         lora = _gemm.lora(wi)
         if len(self.activations) == 1:
             named["wi"] = jnp.expand_dims(named["wi"], 1)

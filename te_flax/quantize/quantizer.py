@@ -84,12 +84,17 @@ class Quantizer(Protocol):
 class Identity:
     """Keeps the array as it is: the quantizer of a layer without a recipe.
 
+    Attributes:
+        dtype: of the copies; None is that of the array.
+
     Example:
         >>> import jax.numpy as jnp
         >>> q = Identity()(jnp.ones((4, 8)), k_ndim=1, rowwise=True, colwise=False)
         >>> q.rowwise.scaling, q.colwise is None
         ('none', True)
     """
+
+    dtype: str | None = None
 
     def __call__(
         self,
@@ -104,6 +109,7 @@ class Identity:
         impl: tuple | None = None,
     ) -> Quantized:
         """Returns ``x`` for both orientations; see :class:`Quantizer`."""
+        x = x if self.dtype is None else x.astype(self.dtype)
         return Quantized(
             ScaledTensor(data=x, k_ndim=k_ndim) if rowwise else None,
             ScaledTensor(data=x, k_ndim=k_ndim, rowwise=False) if colwise else None,

@@ -161,7 +161,7 @@ def operands(layer, dtype, recipe):
 
 def gradients(balls, dtype, recipe):
     """Gradients of what was cast to dtype were rounded to it on their way back."""
-    cast = ("wi_bias", "wo_bias", *(("wi", "wo") if recipe is None else ()))
+    cast = ("wi_bias", "wo_bias")
     return balls | {n: cast_back(balls[n], dtype) for n in cast if n in balls}
 
 
