@@ -20,6 +20,7 @@ RECIPES = (
     "delayed_scaling",
     "current_scaling",
     "mxfp8",
+    "mxfp6",
     "float8_block_scaling",
     "nvfp4",
 )
