@@ -16,7 +16,7 @@ from te_flax.functional.attention.options import MASK_TYPES, SOFTMAX_TYPES
 from te_flax.layers import _arguments
 from te_flax.layers._batch import batch_of
 from te_flax.layers._dropout import dropout_key, make_dropout
-from te_flax.layers._fp8 import attention_fp8
+from te_flax.layers._fp8 import attention_fp8, keep
 from te_flax.layers._head_options import head_counts, slopes_of
 from te_flax.layers._params import init_param
 from te_flax.recipe.attention import Fp8AttentionState
@@ -280,8 +280,8 @@ class DotProductAttention(nnx.Module):
                 **limits,
             )
         if fp8 is not None:
-            out, amaxes = out
-            self.fp8.push(amaxes)
+            out, *measured = out
+            keep(self.fp8, *measured)
         out = batch.split(out.astype(narrow))
         return checkpoint_name(out, self.context_checkpoint_name)
 
