@@ -161,28 +161,29 @@ def _attend_fwd(static: Static, problem: Problem, state: AttentionState):
     q, k, v = (quantize(static, state, name, a) for name, a in given)
     products = _product("bkgth,bksh->bkgts", q, k)
     scores = _scores.modify(static.options, problem, products)
-    p, lse, none = softmax(static.options, problem, scores)
+    p, below = softmax(static.options, problem, scores)
     keep = _scores.kept(static.options, problem)
     s = quantize(static, state, "s", _scores.drop(static.options, keep, p))
     o = _product("bkgts,bksh->bkgth", s, v)
-    o = quantize(static, state, "o", jnp.where(none[..., None], jnp.float32(0), o))
+    o = quantize(
+        static, state, "o", jnp.where(below.none[..., None], jnp.float32(0), o)
+    )
     found = forward(state, [a.found for a in (q, k, v, s, o)])
-    out = (o.values.astype(problem.q.dtype), lse, found)
-    return out, (problem, state, q, k, v, o, lse)
+    out = (o.values.astype(problem.q.dtype), below.lse, found)
+    return out, (problem, state, q, k, v, o, below)
 
 
 def _attend_bwd(static: Static, res: tuple, cotangents: tuple):
-    problem, state, q, k, v, o, lse = res
+    problem, state, q, k, v, o, below = res
     options, (do, dlse, _) = static.options, cotangents
-    none, zero = lse == -jnp.inf, jnp.float32(0)
+    none, zero = below.none, jnp.float32(0)
     do = jnp.where(none[..., None], jnp.zeros((), do.dtype), do)
     do = quantize(static, state, "do", do)
-    lse = jnp.where(none, zero, lse)
     delta = jnp.where(none, zero, jnp.sum(do.values * o.values, axis=-1) - dlse)
     products = _product("bkgth,bksh->bkgts", q, k)
     scores, pull = modified(options, problem, products)
     found, keep = _scores.seen(options, problem), _scores.kept(options, problem)
-    p = jnp.exp(_scores.hide(problem, found, scores) - lse[..., None])
+    p = below.weights(_scores.hide(problem, found, scores))
     p = _scores.shown(found, p)
     s = quantize(static, state, "s", _scores.drop(options, keep, p))
     dv = quantize(static, state, "dv", _product("bkgts,bkgth->bksh", s, do))
@@ -194,7 +195,7 @@ def _attend_bwd(static: Static, res: tuple, cotangents: tuple):
     dk = _times("bkgts,bkgth->bksh", dproducts, q)
     dq, dk = (quantize(static, state, n, a) for n, a in (("dq", dq), ("dk", dk)))
     sums = Sums(dk.values, dv.values, addends, slopes, args)
-    dsink = sink_gradient(problem, lse, delta, none)
+    dsink = sink_gradient(problem, below, delta)
     mail = backward(static, state, [a.found for a in (do, dp, dq, dk, dv)])
     return cotangent(problem, sums, dq.values, dsink), mail
 
