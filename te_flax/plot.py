@@ -10,7 +10,8 @@ from typing import Any
 
 from te_flax.errors import message
 
-ROLES = ("x", "kernel", "dy")
+ROLES = ("x", "kernel", "dy")  # of a GEMM, then those of attention
+ROLES += ("q", "k", "v", "s", "o", "do", "dp", "dq", "dk", "dv")
 PANELS = {
     "amax": ("amax", "log"),
     "scale": ("scale", "log"),
@@ -86,16 +87,17 @@ def draw(rows: Sequence[dict[str, Any]], path: str | Path) -> None:
     grid = figure.subplots(len(roles), len(PANELS), squeeze=False)
     for role, line in zip(roles, grid, strict=True):
         for axes, (name, (label, kind)) in zip(line, PANELS.items(), strict=True):
-            for layer in layers:
-                _curve(axes, rows, role, layer, name, kind)
+            for i, layer in enumerate(layers):
+                _curve(axes, rows, role, layer, name, kind, color=f"C{i}")
             axes.set(title=f"{role}: {label}", xlabel="step")
             if axes.lines and kind == "log":
                 axes.set_yscale("log")
             axes.xaxis.get_major_locator().set_params(integer=True)
             axes.grid(alpha=0.3)
     if len(layers) <= LEGEND:
-        handles, labels = grid[0][0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside right upper", fontsize="small")
+        curves = {line.get_label(): line for panel in grid.flat for line in panel.lines}
+        lines, names = list(curves.values()), list(curves)
+        figure.legend(lines, names, loc="outside right upper", fontsize="small")
     figure.savefig(path, format="png", dpi=110)
 
 
@@ -117,7 +119,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _curve(axes: Any, rows: Any, role: str, layer: str, name: str, kind: str) -> None:
+def _curve(
+    axes: Any, rows: Any, role: str, layer: str, name: str, kind: str, color: str
+) -> None:
     """One layer's known numbers; a log scale leaves zeros out."""
     points = [
         (row["step"], row[name])
@@ -128,7 +132,7 @@ def _curve(axes: Any, rows: Any, role: str, layer: str, name: str, kind: str) ->
     ]
     if points:
         steps, values = zip(*points, strict=True)
-        axes.plot(steps, values, marker=".", label=layer or "the layer")
+        axes.plot(steps, values, marker=".", color=color, label=layer or "the layer")
 
 
 def _number(value: Any) -> float | None:

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from te_flax.errors import message
-from te_flax.inspect import gemm_states, owner_path
+from te_flax.inspect import fp8_states, operands
 from te_flax.paths import Place
 from te_flax.quantize.statistics import Statistics
-from te_flax.recipe.record import ROLES, start_recording, stop_recording
+from te_flax.recipe.record import start_recording, stop_recording
 
 FIELDS = ("step", "path", "role", *Statistics._fields)
 
@@ -95,7 +95,7 @@ class Recorder:
             if not isinstance(value, int) or isinstance(value, bool) or value < low:
                 rule, remedy = f"be an int >= {low}", f"use {low}"
                 raise ValueError(message("record", name, rule, repr(value), remedy))
-        self._states = gemm_states("record", model)
+        self._states = fp8_states("record", model)
         self._every, self._step = every, first_step
         mode = "a" if first_step else "w"
         self._file = self._path.open(mode, encoding="utf-8", newline="")
@@ -147,12 +147,10 @@ def _recorded(place: Place) -> Iterator[tuple[str, str, Statistics]]:
     """Path, role and numbers of what a layer recorded."""
     fp8: Any = place.module
     values = np.asarray(fp8.record[...])
-    for index in np.ndindex(values.shape[:-2]):
-        path = "".join([owner_path(place), *(f"[{i}]" for i in index)])
-        for role, row in zip(ROLES, values[index], strict=True):
-            numbers = Statistics(*map(float, row))
-            if not math.isnan(numbers.amax):
-                yield path, role, numbers
+    for path, role, at in operands(place):
+        numbers = Statistics(*map(float, values[at]))
+        if not math.isnan(numbers.amax):
+            yield path, role, numbers
 
 
 def _known(value: float) -> float | None:

@@ -59,6 +59,25 @@ def test_each_panel_draws_each_layer(tmp_path, monkeypatch):
     assert len(curves) == 3 * 2 * 3  # three roles, two layers; flushed is not known
 
 
+def test_layers_of_other_roles_have_colors_and_names_of_their_own(
+    tmp_path, monkeypatch
+):
+    from matplotlib.figure import Figure
+
+    named, legend = [], Figure.legend
+
+    def recorded(self, handles, labels, **options):
+        named.extend(
+            (text, h.get_color()) for h, text in zip(handles, labels, strict=True)
+        )
+        return legend(self, handles, labels, **options)
+
+    monkeypatch.setattr(Figure, "legend", recorded)
+    rows = [dict(ROWS[0], path=p, role=r) for p, r in (("up", "x"), ("core", "dq"))]
+    plot.draw(rows, tmp_path / "run.png")
+    assert named == [("up", "C0"), ("core", "C1")]
+
+
 BAD = {
     "not json": ("run.jsonl", "{", "be a CSV or JSONL file of te.record, got"),
     "a number": ("run.jsonl", "3\n", "be a CSV or JSONL file of te.record, got"),

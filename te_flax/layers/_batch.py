@@ -91,6 +91,7 @@ _TAILS = {
     "q_seqlen": (0, 1),
     "kv_seqlen": (0, 1),
     "offsets": (1,),
+    "page_table": (1,),
 }
 
 

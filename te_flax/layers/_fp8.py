@@ -9,7 +9,8 @@ from te_flax.functional.config import DenseConfig, GemmState, Quantized, Scale, 
 from te_flax.recipe.attention import Fp8AttentionState, attention_quantizers
 from te_flax.recipe.base import Recipe
 from te_flax.recipe.delayed import DelayedScaling
-from te_flax.recipe.state import Fp8KernelCache, Fp8State, amax_axes
+from te_flax.recipe.record import record_forward
+from te_flax.recipe.state import Fp8KernelCache, Fp8State, Fp8Statistics, amax_axes
 from te_flax.typing import Array
 
 
@@ -36,9 +37,7 @@ def gemm_state(recipe: Recipe | None, fp8: Fp8State) -> GemmState:
     """
     if recipe is None:
         return GemmState()
-    mail = fp8.record_mailbox
-    record = None if mail is None else mail[...]
-    state = GemmState(kernel=cached_kernel(fp8), record=record)
+    state = GemmState(kernel=cached_kernel(fp8), record=_record_mailbox(fp8))
     if getattr(recipe.quantizers().dy, "stochastic", False):
         state = state._replace(key=fp8.rounding_key())
     if not isinstance(recipe, DelayedScaling):
@@ -63,7 +62,7 @@ def attention_fp8(
     recipe: Recipe | None, fp8: Fp8AttentionState
 ) -> tuple[AttentionConfig, AttentionState] | None:
     """The ``fp8=`` of ``te.dot_product_attention`` under a recipe; None for none."""
-    if not isinstance(recipe, DelayedScaling) or not recipe.fp8_attention:
+    if not isinstance(recipe, DelayedScaling) or not fp8.scaled_by(recipe):
         return None
     quantizers = attention_quantizers(recipe)
     config = AttentionConfig(
@@ -75,7 +74,21 @@ def attention_fp8(
     forward, backward = fp8.scales(recipe)
     # Without somebody who fills their history the gradients must measure themselves.
     known = backward if fp8.tracked else None
-    return config, AttentionState(forward, known, fp8.mailbox[...])
+    return config, AttentionState(
+        forward, known, fp8.mailbox[...], _record_mailbox(fp8)
+    )
+
+
+def keep(fp8: Fp8AttentionState, amaxes: Array, numbers: Array | None = None) -> None:
+    """Takes in what FP8 attention has measured in its forward pass."""
+    fp8.push(amaxes)
+    if numbers is not None:
+        record_forward(fp8, numbers)
+
+
+def _record_mailbox(fp8: Fp8Statistics) -> Array | None:
+    mail = fp8.record_mailbox
+    return None if mail is None else mail[...]
 
 
 def quantize_kernel(

@@ -16,7 +16,7 @@ from te_flax.functional.attention.options import MASK_TYPES, SOFTMAX_TYPES
 from te_flax.layers import _arguments
 from te_flax.layers._batch import batch_of
 from te_flax.layers._dropout import dropout_key, make_dropout
-from te_flax.layers._fp8 import attention_fp8
+from te_flax.layers._fp8 import attention_fp8, keep
 from te_flax.layers._head_options import head_counts, slopes_of
 from te_flax.layers._params import init_param
 from te_flax.recipe.attention import Fp8AttentionState
@@ -198,6 +198,7 @@ class DotProductAttention(nnx.Module):
         q_seqlen: Array | None = None,
         kv_seqlen: Array | None = None,
         offsets: Any = None,
+        page_table: Any = None,
         score_mod_args: tuple[Any, ...] = (),
     ) -> Array:
         """Applies attention.
@@ -226,13 +227,17 @@ class DotProductAttention(nnx.Module):
             kv_seqlen: int ``[*batch]``, number of keys that count.
             offsets: pair of int ``[*batch, M + 1]`` where lengths are
                 ``[*batch, M]``.
+            page_table: int ``[*batch, pages]``, a pair where values differ: key and
+                value then hold pages ``[P, size, num_kv_heads, head_dim]``, sequence
+                first ``[size, P, ..]``, and ``kv_seqlen`` is needed; -1 is no page.
             score_mod_args: arrays for ``score_mod``.
 
         Returns:
             ``[*batch, T, num_heads, value_dim]``, or sequence first.
 
         Raises:
-            ValueError: shapes do not fit, or a bias is given to "no_bias".
+            ValueError: shapes do not fit, a bias is given to "no_bias", or outside of
+                jit a page is out of range.
             NotImplementedError: ``module`` is given.
         """
         self._check(query, key, module)
@@ -241,8 +246,9 @@ class DotProductAttention(nnx.Module):
         if self.float32_logits:
             query, key, value = (a.astype(jnp.float32) for a in (query, key, value))
         batch = batch_of(_WHERE, query.shape, 2, self.transpose_batch_sequence)
-        operands = {"query": query, "key": key, "value": value}
-        query, key, value = (batch.join(n, a) for n, a in operands.items())
+        query = batch.join("query", query)
+        if page_table is None:  # pages belong to no example
+            key, value = batch.join("key", key), batch.join("value", value)
         limits = batch.join_all(
             mask=None if mask is None else mask.astype(bool),
             bias=self._bias(bias),
@@ -251,6 +257,7 @@ class DotProductAttention(nnx.Module):
             q_seqlen=q_seqlen,
             kv_seqlen=kv_seqlen,
             offsets=offsets,
+            page_table=page_table,
         )
         rate, drop_key = self._dropout(dropout_rng, dropout_rate, deterministic)
         mask_type = mask_type or self._mask_type(is_causal)
@@ -280,8 +287,8 @@ class DotProductAttention(nnx.Module):
                 **limits,
             )
         if fp8 is not None:
-            out, amaxes = out
-            self.fp8.push(amaxes)
+            out, *measured = out
+            keep(self.fp8, *measured)
         out = batch.split(out.astype(narrow))
         return checkpoint_name(out, self.context_checkpoint_name)
 

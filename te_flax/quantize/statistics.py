@@ -24,7 +24,7 @@ _HALF_STEP |= {"e2m3": 2.0**-4 / 1.875, "e3m2": 2.0**-3 / 1.75}
 
 
 class Statistics(NamedTuple):
-    """The numbers of one quantized operand, float32 ``[]`` each.
+    """The numbers of one quantized operand, float32 ``[...]`` each.
 
     NaN stands for what is not known: without quantization all but amax and nonfinite.
 
@@ -43,6 +43,46 @@ class Statistics(NamedTuple):
     saturated: Array | float = float("nan")
     flushed: Array | float = float("nan")
     nonfinite: Array | float = float("nan")
+
+    def row(self) -> Array:
+        """Joins the numbers: float32 ``[..., 5]``."""
+        return jnp.stack([jnp.asarray(n, jnp.float32) for n in self], axis=-1)
+
+
+class Counts(NamedTuple):
+    """What :class:`Statistics` are made of, float32 ``[]`` but for amax.
+
+    Attributes:
+        amax: ``[2]`` as in :func:`te_flax.quantize.mailbox.encode`.
+        scale_inv: the largest factor of the codes; 0 without quantization.
+        elements: how many were compared with their codes.
+        saturated: of those.
+        flushed: of those.
+        nonfinite: of all.
+    """
+
+    amax: Array
+    scale_inv: Array
+    elements: Array
+    saturated: Array
+    flushed: Array
+    nonfinite: Array
+
+    def statistics(self) -> Statistics:
+        """The numbers; shares of all elements, in [0, 1]."""
+        sums = [value.astype(jnp.float32) for value in self[2:]]
+        return _numbers(self.amax, self.scale_inv, jnp.float32(1), *sums)
+
+    def mail(self) -> Array:
+        """As a cotangent that survives summation, float32 ``[563]``.
+
+        Two encoded maxima, of the amax and of the inverse of the smallest scale, and
+        five sums: contributions (1 here), elements that were quantized, saturated,
+        flushed and non-finite ones.
+        """
+        inverse = jnp.stack([self.scale_inv, jnp.float32(0)])
+        sums = [jnp.float32(1), *(value.astype(jnp.float32) for value in self[2:])]
+        return jnp.concatenate([encode(self.amax), encode(inverse), jnp.stack(sums)])
 
 
 def statistics(
@@ -72,9 +112,7 @@ def statistics(
         >>> [float(value) for value in found]
         [1000.0, 256.0, 0.25, 0.25, 0.0]
     """
-    counts = _count(x, tensor, amax_axes, impl)
-    sums = [value.astype(jnp.float32) for value in counts[2:]]
-    return _numbers(counts.amax, counts.scale_inv, jnp.float32(1), *sums)
+    return count(x, tensor, amax_axes, impl).statistics()
 
 
 def encode_statistics(
@@ -83,11 +121,7 @@ def encode_statistics(
     amax_axes: tuple[str, ...] = (),
     impl: tuple | None = None,
 ) -> Array:
-    """The statistics of an array as a cotangent that survives summation.
-
-    Two encoded maxima, of the amax and of the inverse of the smallest scale, and five
-    sums: contributions (1 here), elements that were quantized, saturated, flushed and
-    non-finite ones.
+    """The statistics of an array as a cotangent: :meth:`Counts.mail`.
 
     Args:
         x: as in :func:`statistics`.
@@ -103,10 +137,7 @@ def encode_statistics(
         >>> [float(value) for value in decode_statistics(4 * (mail + mail))]
         [4.0, nan, nan, nan, 1.0]
     """
-    counts = _count(x, tensor, amax_axes, impl)
-    inverse = jnp.stack([counts.scale_inv, jnp.float32(0)])
-    sums = [jnp.float32(1), *(value.astype(jnp.float32) for value in counts[2:])]
-    return jnp.concatenate([encode(counts.amax), encode(inverse), jnp.stack(sums)])
+    return count(x, tensor, amax_axes, impl).mail()
 
 
 def decode_statistics(mail: Array) -> Statistics:
@@ -133,29 +164,48 @@ def decode_statistics(mail: Array) -> Statistics:
     return _numbers(amax, inverse[..., 0], *sums)
 
 
-class _Counts(NamedTuple):
-    """What :class:`Statistics` are made of; elements is 0 without quantization."""
+def count_amax(amax: Array, scale_inv: Array) -> Counts:
+    """Of an array that a kernel rounded without showing it.
 
-    amax: Array  # [2]
-    scale_inv: Array
-    elements: Array
-    saturated: Array
-    flushed: Array
-    nonfinite: Array
+    Args:
+        amax: float32 ``[2]``; its flag counts as one non-finite element.
+        scale_inv: float32 ``[]``, what undoes its scale.
+
+    Returns:
+        The counts; no element was compared with its code.
+
+    Example:
+        >>> found = count_amax(jnp.array([3.0, 1.0]), jnp.float32(0.5)).statistics()
+        >>> [float(value) for value in found]
+        [3.0, 2.0, nan, nan, 1.0]
+    """
+    none = jnp.float32(0)
+    return Counts(amax, scale_inv, none, none, none, amax[1])
 
 
-def _count(
+def count(
     x: Array,
     tensor: ScaledTensor | None,
-    amax_axes: tuple[str, ...],
-    impl: tuple | None,
-) -> _Counts:
+    amax_axes: tuple[str, ...] = (),
+    impl: tuple | None = None,
+) -> Counts:
+    """Compares an array with its codes.
+
+    Args:
+        x: as in :func:`statistics`.
+        tensor: as there.
+        amax_axes: as there.
+        impl: as there.
+
+    Returns:
+        The counts.
+    """
     bits = magnitude(widen(x))
     amax = reduce_amax(AMAX(x, impl=impl)[0], amax_axes)
     nonfinite = _total(bits >= INF, amax_axes)
     if tensor is None or tensor.scaling == "none":
         none = jnp.float32(0)
-        return _Counts(amax, none, none, none, none, nonfinite)
+        return Counts(amax, none, none, none, none, nonfinite)
     top = _top(tensor, impl)
     half = jnp.float32(1 + _HALF_STEP[tensor.format or "e4m3"])
     finite = bits < INF
@@ -164,7 +214,7 @@ def _count(
     size, scale_inv = jnp.float32(max(x.size, 1)), _largest_inverse(tensor)
     if amax_axes:
         size, scale_inv = lax.psum(size, amax_axes), lax.pmax(scale_inv, amax_axes)
-    return _Counts(
+    return Counts(
         amax,
         scale_inv,
         size,
@@ -192,7 +242,7 @@ def _numbers(
     scale = jnp.where(scale_inv > jnp.float32(2.0**126), 0, scale)
     return Statistics(
         known(amax[..., 0], contributions),
-        known(scale, elements),
+        known(scale, elements + scale_inv),
         ratio(saturated, elements),
         ratio(flushed, elements),
         ratio(nonfinite, contributions),

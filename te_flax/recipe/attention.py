@@ -37,6 +37,8 @@ class Fp8AttentionState(Fp8Statistics):
         mailbox: float32 [5, 279], zero.
         use_running_average: True freezes all statistics (``model.eval()``).
         track_gradients: set by ``te.track_gradients`` while it is entered.
+        record: an ``Fp8Record``, float32 [5, 2, 5], while ``te.record`` is entered.
+        record_mailbox: an ``Fp8RecordMailbox``, float32 [5, 563], zero, likewise.
 
     Raises:
         ValueError: `amax_history_len` is not a positive integer.
@@ -50,6 +52,9 @@ class Fp8AttentionState(Fp8Statistics):
         1.0
     """
 
+    histories = ("forward", "dy")
+    roles = (("q", "do"), ("k", "dp"), ("v", "dq"), ("s", "dk"), ("o", "dv"))
+
     def __init__(
         self, amax_history_len: int | None = None, recipe: Recipe | None = None
     ):
@@ -60,6 +65,10 @@ class Fp8AttentionState(Fp8Statistics):
         self.mailbox = Fp8Mailbox(jnp.zeros((OPERANDS, MAILBOX_SIZE), jnp.float32))
         self.use_running_average = False
         self.track_gradients = False
+
+    def scaled_by(self, recipe: Recipe | None) -> bool:
+        """Whether a recipe quantizes attention."""
+        return isinstance(recipe, DelayedScaling) and recipe.fp8_attention
 
     def scales(self, recipe: DelayedScaling) -> tuple[Scale, Scale]:
         """Reads the scales that the histories ask for.

@@ -7,26 +7,30 @@ import jax.numpy as jnp
 
 from te_flax.quantize.statistics import RECORD_SIZE, Statistics, statistics
 from te_flax.recipe.base import Recipe
-from te_flax.recipe.state import Fp8Record, Fp8RecordMailbox, Fp8State, amax_axes
+from te_flax.recipe.state import (
+    Fp8Record,
+    Fp8RecordMailbox,
+    Fp8State,
+    Fp8Statistics,
+    amax_axes,
+)
 from te_flax.typing import Array
 
-ROLES = ("x", "kernel", "dy")
 
-
-def start_recording(fp8: Fp8State) -> None:
+def start_recording(fp8: Fp8Statistics) -> None:
     """Gives a layer's FP8 state variables for the statistics, NaN, and for their mail.
 
     Those of dy arrive as the mail's cotangent, through ``te.value_and_grad`` or
     ``te.absorb``, under every recipe.
     """
-    dims = fp8.x.shape[:-1]
-    shape = (*dims, len(ROLES), len(Statistics._fields))
+    dims = fp8.dy.shape[:-1]
+    shape = (*dims, len(fp8.histories), len(Statistics._fields))
     fp8.record = Fp8Record(jnp.full(shape, jnp.nan, jnp.float32))
     mail = jnp.zeros((*dims, RECORD_SIZE), jnp.float32)
     fp8.record_mailbox = Fp8RecordMailbox(mail)
 
 
-def stop_recording(fp8: Fp8State) -> None:
+def stop_recording(fp8: Fp8Statistics) -> None:
     """Takes the variables away again."""
     for name in ("record", "record_mailbox"):
         if name in vars(fp8):
@@ -78,27 +82,35 @@ def record_operands(
     if kernel is not None:
         scale = None if scales is None else scales.kernel
         rows[1] = kernel_statistics(recipe, kernel, k_ndim, scale, axes)
-    values = jnp.stack([_row(numbers) for numbers in rows])
+    values = jnp.stack([numbers.row() for numbers in rows])
     fp8.record[...] = fp8.record[...].at[: len(rows)].set(values)
+
+
+def record_forward(fp8: Fp8Statistics, numbers: Array) -> None:
+    """Writes what the forward pass of an attention has measured.
+
+    Args:
+        fp8: its FP8 state, while it is being recorded.
+        numbers: float32 ``[5, 5]``, statistics of q, k, v, the probabilities and o.
+    """
+    record: Any = fp8.record
+    held, numbers = jax.lax.stop_gradient((record[...], numbers))
+    record[...] = held.at[..., 0, :].set(numbers)
 
 
 def record_cotangent(record: Array, numbers: Statistics) -> Array:
     """A record with the statistics of dy, where such arrived.
 
     Args:
-        record: float32 ``[..., 3, 5]``.
+        record: float32 ``[..., histories, 5]``.
         numbers: of dy, float32 ``[...]`` each; NaN if nothing arrived.
 
     Returns:
-        The record, dy's row replaced.
+        The record, the rows of the last history replaced.
     """
-    old, new = record[..., ROLES.index("dy"), :], _row(numbers)
+    old, new = record[..., -1, :], numbers.row()
     new = jnp.where(jnp.isnan(new[..., :1]), old, new)
-    return record.at[..., ROLES.index("dy"), :].set(new)
-
-
-def _row(numbers: Statistics) -> Array:
-    return jnp.stack([jnp.asarray(value, jnp.float32) for value in numbers], axis=-1)
+    return record.at[..., -1, :].set(new)
 
 
 def kernel_statistics(

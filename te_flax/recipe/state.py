@@ -2,6 +2,7 @@
 
 import zlib
 from collections.abc import Mapping
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -29,13 +30,13 @@ class Fp8Mailbox(nnx.Variable):
 class Fp8Record(Fp8Stat):
     """Statistics of a layer's operands while ``te.record`` is entered.
 
-    float32 [3, 5]: x, kernel and dy; amax, scale, saturated, flushed, nonfinite. NaN
-    where a number is not known. It is no part of a checkpoint.
+    float32 [..., 5]: amax, scale, saturated, flushed, nonfinite of each of the state's
+    roles; NaN where a number is not known. It is no part of a checkpoint.
     """
 
 
 class Fp8RecordMailbox(Fp8Mailbox):
-    """Always zero; its cotangent carries the statistics of dy to the record."""
+    """Always zero; its cotangent carries the record's last column, that of dy."""
 
 
 class Fp8Rounding(nnx.Variable):
@@ -50,18 +51,31 @@ class Fp8Statistics(nnx.Module):
     """What the statistics of a GEMM and those of an attention have in common.
 
     Attributes:
+        histories: names of the histories, of which the backward pass fills the last.
+        roles: names of the arrays that are quantized, ``[*rows, histories]``; the
+            statistics of an array lie where its name does.
         dy: histories that ``te.value_and_grad`` fills, newest entry at index 0.
         nonfinite: int32, how many pushes saw a NaN or an infinity.
         mailbox: zero; its cotangent carries what `dy` is filled with.
         use_running_average: True freezes all statistics (``model.eval()``).
         track_gradients: set by ``te.track_gradients`` while it is entered.
+        record: an ``Fp8Record`` while ``te.record`` is entered.
+        record_mailbox: an ``Fp8RecordMailbox``, float32 [*rows, 563], zero, likewise.
     """
 
+    histories: ClassVar[tuple[str, ...]]
+    roles: ClassVar[tuple]
     dy: Fp8Stat
     nonfinite: Fp8Stat
     mailbox: Fp8Mailbox
     use_running_average: bool = False
     track_gradients: bool = False
+    record: Fp8Record | None = None
+    record_mailbox: Fp8RecordMailbox | None = None
+
+    def scaled_by(self, recipe: Recipe | None) -> bool:
+        """Whether scales come from the histories under a recipe."""
+        return isinstance(recipe, DelayedScaling)
 
     def set_view(self, use_running_average: bool | None = None, **kwargs) -> Mapping:
         """Takes part in ``nnx.view``.
@@ -136,8 +150,7 @@ class Fp8State(Fp8Statistics):
         3.0
     """
 
-    record: Fp8Record | None = None
-    record_mailbox: Fp8RecordMailbox | None = None
+    histories = roles = ("x", "kernel", "dy")
     kernel_cache: Fp8KernelCache | None = None
 
     def __init__(

@@ -11,32 +11,45 @@ from _cases import FAST
 import te_flax as te
 from te_flax.ops.history import decode
 from te_flax.quantize.mailbox import MAILBOX_SIZE
+from te_flax.quantize.statistics import RECORD_SIZE, decode_statistics
 
 
-def state(amaxes=(6.0, 6.0, 6.0, 1.0, 6.0), backward=(6.0, 8.0, 8.0, 32.0, 32.0)):
+def state(
+    amaxes=(6.0, 6.0, 6.0, 1.0, 6.0),
+    backward=(6.0, 8.0, 8.0, 32.0, 32.0),
+    *,
+    record=False,
+):
     """Scales from amaxes, of the forward and of the backward arrays."""
     pairs = []
     for values, limit in ((amaxes, 448.0), (backward, 448.0)):
         scale = jnp.asarray([limit / a for a in values], jnp.float32)
         pairs.append(te.Scale(scale, 1 / scale))
     mailbox = jnp.zeros((5, MAILBOX_SIZE), jnp.float32)
-    return te.AttentionState(pairs[0], pairs[1], mailbox)
+    letters = jnp.zeros((5, RECORD_SIZE), jnp.float32) if record else None
+    return te.AttentionState(pairs[0], pairs[1], mailbox, letters)
 
 
-def both(q, k, v, do, *, fast=True, **options):
-    """(o and gradients, amaxes of both passes)."""
+def both(q, k, v, do, *, fast=True, record=False, **options):
+    """(o and gradients, amaxes of both passes, with `record` their statistics)."""
     attend = functools.partial(te.dot_product_attention, **options)
     config = te.AttentionConfig(report=True)
 
     @functools.partial(jax.jit, compiler_options=FAST if fast else None)
     def run(q, k, v, do):
         def call(q, k, v, state):
-            return attend(q, k, v, fp8=(config, state))
+            o, *measured = attend(q, k, v, fp8=(config, state))
+            return o, measured
 
         vjp: Any = jax.vjp
-        o, pull, amaxes = vjp(call, q, k, v, state(), has_aux=True)
+        held = state(record=record)
+        o, pull, measured = vjp(call, q, k, v, held, has_aux=True)
         dq, dk, dv, back = pull(do)
-        return (o, dq, dk, dv), jnp.concatenate([amaxes, decode(back.mailbox)])
+        letters = [decode(back.mailbox)]
+        if record:
+            letters.append(decode_statistics(back.record).row())
+        found = [jnp.concatenate(p) for p in zip(measured, letters, strict=True)]
+        return (o, dq, dk, dv), *found
 
     return run(q, k, v, do)
 

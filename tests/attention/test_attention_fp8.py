@@ -140,6 +140,17 @@ def test_amaxes_are_global(kind):
     np.testing.assert_array_equal(got[3][0], want[3][0])
 
 
+def test_low_scores_weigh_as_others_do():
+    """Beside -1e30 nothing is left of q . k: the codes are those of queries of 0."""
+    low, none = (jnp.full((1, N, 1, 1), b) for b in (-1e30, 0.0))
+    o, forward, (dq, _, dv), backward = run({"bias": low}, True)
+    want = run({"bias": none}, True, (0 * Q, KEYS, VALUES))
+    for a, b in zip((o, dq, dv), (want[0], want[2][0], want[2][2]), strict=True):
+        np.testing.assert_array_equal(a, b)
+    np.testing.assert_array_equal(forward[1:], want[1][1:])
+    np.testing.assert_array_equal(backward[:3], want[3][:3])
+
+
 def test_a_query_that_sees_nothing():
     case = CASES["lengths"]
     o, amaxes, grads, _ = run(case, known=True, do=DO.at[1].set(jnp.nan))

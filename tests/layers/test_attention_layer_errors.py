@@ -308,3 +308,31 @@ def attend(**kwargs):
 )
 def test_dot_product_attention(call, text):
     refuses(f"DotProductAttention: {text}", call)
+
+
+SHAPE = r"be \[B, pages\] of keys and values alike, got"
+
+
+@pytest.mark.parametrize(
+    ("pages", "rule"),
+    [
+        ([[0, 1, 2]] * B, r"lie in \[-1, 1\], got 2; -1 is no page"),
+        ([[0, -2, 1]] * B, r"lie in \[-1, 1\], got -2; -1 is no page"),
+        ([[0, 1, 1]], rf"{SHAPE} \[\(1, 3\)"),
+        ([[0.0, 1.0]] * B, "be int32, got float32; cast it first"),
+        ([0, 1], rf"{SHAPE} \[\(2,\)"),
+    ],
+)
+def test_pages(pages, rule):
+    layer = te.DotProductAttention(4, 8, rngs=nnx.Rngs(0))
+    q = data((B, T, 4, 8))
+    options = {"page_table": jnp.array(pages), "kv_seqlen": jnp.array([3, 3])}
+    text = f"DotProductAttention: page_table must {rule}"
+    refuses(text, lambda: layer(q, q, q, **options))
+
+
+def test_pages_come_with_lengths():
+    layer = te.DotProductAttention(4, 8, rngs=nnx.Rngs(0))
+    q = data((B, T, 4, 8))
+    text = "DotProductAttention: page_table must come with kv_seqlen, got none"
+    refuses(text, lambda: layer(q, q, q, page_table=jnp.zeros((B, 1), int)))

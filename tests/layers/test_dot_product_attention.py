@@ -81,6 +81,29 @@ def test_any_number_of_batch_dims():
     close(attend()(*(a[0] for a in (Q, K, V))), attend()(Q, K, V)[0])
 
 
+@pytest.mark.parametrize(
+    ("dims", "first"), [((2,), False), ((), False), ((2, 1), False), ((2, 1), True)]
+)
+def test_pages_of_keys_and_values(dims, first):
+    """Under any number of dims of the batch; they have none themselves."""
+    pages = [data((4, 3, N, H), i) for i in (3, 4)]
+    tables = jnp.array([[3, 1], [0, 2]]), jnp.array([[2, 0], [1, -1]])
+    lengths = jnp.array([6, 3])
+    k, v = (jnp.take(a, t, axis=0) for a, t in zip(pages, tables, strict=True))
+    k, v = k.reshape(B, T, N, H), v.reshape(B, T, N, H)
+    want = te.dot_product_attention(Q, k, v, kv_seqlen=lengths)
+    take = lambda a: a.reshape(*dims, *a.shape[1:]) if dims else a[0]
+    swap = lambda a, axis: jnp.moveaxis(a, axis, 0) if first else a
+    layer = attend(transpose_batch_sequence=first)
+    got = layer(
+        swap(take(Q), len(dims)),
+        *(swap(a, 1) for a in pages),
+        page_table=tuple(map(take, tables)),
+        kv_seqlen=take(lengths),
+    )
+    close(got, swap(take(want), len(dims)))
+
+
 def test_dropout_follows_its_stream_and_the_mode():
     layer = attend(dropout_rate=0.5, dropout_rng_name="own")
     assert not (layer(Q, K, V) == layer(Q, K, V)).all()

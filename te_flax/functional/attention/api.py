@@ -132,7 +132,8 @@ def dot_product_attention(
         o ``[B, T, N, Hv]`` in the order of ``layout`` and q's dtype; with
         ``return_residual`` also float32 ``[B, N, T]``, -inf where a query sees no key;
         with ``fp8`` also the amax (largest finite magnitude, non-finite flag) of q, k,
-        v, the probabilities and o, float32 ``[5, 2]``.
+        v, the probabilities and o, float32 ``[5, 2]``, and their statistics, float32
+        ``[5, 5]``, if its state has a ``record``.
 
     Raises:
         ValueError: shapes, lengths or options do not fit, or the sequence or head_dim
@@ -207,21 +208,21 @@ def _run(options: Options, operands: Operands, given: Any, implementation: str |
         if chosen == "cudnn" and config is not None:
             return cudnn_fp8.attend(config, options, axes, operands, state)
         if chosen == "cudnn":
-            return *cudnn.attend(options, operands, batch, heads), None
-        problem, amaxes = pose(options, operands, batch, heads), None
+            return *cudnn.attend(options, operands, batch, heads), ()
+        problem, measured = pose(options, operands, batch, heads), ()
         if config is None:
             o, lse = _ATTEND[chosen](options, problem)
         else:
-            o, lse, amaxes = _emulation.attend(config, options, axes, problem, state)
+            o, lse, measured = _emulation.attend(config, options, axes, problem, state)
         b, *split, t = lse.shape
-        return lay(options, o), lse.reshape(b, split[0] * split[1], t), amaxes
+        return lay(options, o), lse.reshape(b, split[0] * split[1], t), measured
 
     operands = operands._replace(
         dropout_key=_words(options, operands),
         **{name: _int32(getattr(operands, name)) for name in INTEGERS},
     )
-    o, lse, amaxes = mesh.run(local, options, operands, sizes, state)
-    found = (o, *[lse] * options.return_residual, *[amaxes] * (config is not None))
+    o, lse, measured = mesh.run(local, options, operands, sizes, state)
+    found = (o, *[lse] * options.return_residual, *measured)
     return found if len(found) > 1 else o
 
 

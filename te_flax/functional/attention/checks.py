@@ -258,9 +258,10 @@ def _check_pages(options: Options, operands: Operands) -> None:
         raise refuse("page_table", rule, "none", remedy)
     shapes = [table.shape for table in operands.page_table]
     at = options.layout.index("B")
+    examples = operands.q.shape[at]
     for table, pages in zip(operands.page_table, operands[1:3], strict=True):
         _check_integers("page_table", table)
-        if table.ndim != 2 or shapes[0] != shapes[1]:
+        if table.ndim != 2 or shapes[0] != shapes[1] or len(table) != examples:
             rule, remedy = "be [B, pages] of keys and values alike", "pad it with -1"
             raise refuse("page_table", rule, shapes, remedy)
         remedy = "-1 is no page"

@@ -1,7 +1,7 @@
 """Attention in blocks: memory linear in the sequence, in both passes.
 
 The forward pass keeps a running maximum and sum for every query; the backward pass
-computes the probabilities of a block again from the log-sum-exp.
+computes the probabilities of a block again from both.
 """
 
 import functools
@@ -24,6 +24,7 @@ from te_flax.functional.attention.gradients import (
 )
 from te_flax.functional.attention.options import Options
 from te_flax.functional.attention.problem import Problem, varying
+from te_flax.functional.attention.reference import Denominator
 from te_flax.typing import Array
 
 
@@ -72,18 +73,17 @@ def attend(options: Options, problem: Problem) -> tuple[Array, Array]:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(static: _Static, problem: Problem) -> tuple[Array, Array]:
-    """One block of queries after the other."""
-
-    def one(i: Array) -> tuple[Array, Array]:
-        return _rows_forward(static, i, _row_block(static, problem, i))
-
-    return _stacked(static, problem, one)
+    return _attend_fwd(static, problem)[0]
 
 
 def _attend_fwd(static: _Static, problem: Problem):
-    made: Any = _attend(static, problem)
-    o, lse = made
-    return made, (problem, o, lse)
+    """One block of queries after the other."""
+
+    def one(i: Array) -> tuple[Array, Denominator]:
+        return _rows_forward(static, i, _row_block(static, problem, i))
+
+    o, below = _stacked(static, problem, one)
+    return (o, below.lse), (problem, o, below)
 
 
 def _row_block(static: _Static, problem: Problem, i: Array) -> Problem:
@@ -157,14 +157,17 @@ def _seen(static: _Static, block: Problem, i: Array, j: Array) -> Array | None:
     return found
 
 
-def _rows_forward(static: _Static, i: Array, part: Problem) -> tuple[Array, Array]:
-    """The result and log-sum-exp of one block of queries."""
+def _rows_forward(
+    static: _Static, i: Array, part: Problem
+) -> tuple[Array, Denominator]:
+    """The result of one block of queries, and what its softmax divides by."""
     options, dtype = static.options, _scores.wide_dtype(part)
     shape = part.q.shape[:4]
     top, total = jnp.full(shape, _scores.lowest(dtype)), jnp.zeros(shape, dtype)
     if part.sink is not None:
         sink = part.sink.astype(dtype)[:, :, None]
-        top, total = jnp.broadcast_to(sink, shape), jnp.ones(shape, dtype)
+        top = jnp.maximum(top, sink)
+        total = jnp.exp(sink - top)
     acc = jnp.zeros((*shape, part.v.shape[-1]), dtype)
 
     def body(j: Array, carry: tuple[Array, Array, Array]):
@@ -183,23 +186,23 @@ def _rows_forward(static: _Static, i: Array, part: Problem) -> tuple[Array, Arra
 
     carry = _vary(static, (top, total, acc))
     top, total, acc = _each_key_block(static, part, i, body, carry)
-    _, safe, lse = reference.log_sum(total, top)
-    return (acc / safe[..., None]).astype(part.q.dtype), lse
+    below = Denominator(top, total)
+    return (acc / below.divisor[..., None]).astype(part.q.dtype), below
 
 
 def _attend_bwd(static: _Static, res: tuple, cotangents: tuple[Array, Array]):
-    given, o, lse = res
+    given, o, below = res
     dtype = _scores.wide_dtype(given)
     do, dlse = cotangents
     axes = tuple(sorted({*static.axes, *jax.typeof(do).mat.varying}))
     static = static._replace(axes=axes)
     # What varied less would be summed over the devices in every block.
     problem = _vary(static, given)
-    none = lse == -jnp.inf
+    none = below.none
     do = jnp.where(none[..., None], jnp.zeros((), do.dtype), do)
     zero = jnp.zeros((), dtype)
     delta = jnp.sum(do.astype(dtype) * o.astype(dtype), axis=-1) - dlse
-    rows = (do, jnp.where(none, zero, lse), jnp.where(none, zero, delta))
+    rows = (do, below, jnp.where(none, zero, delta))
     args, _ = floats(problem.score_mod_args)
     like = (problem.k, problem.v, problem.addends, problem.slopes, args)
     wide = jax.tree.map(lambda a: jnp.zeros(a.shape, dtype), like)
@@ -207,7 +210,7 @@ def _attend_bwd(static: _Static, res: tuple, cotangents: tuple[Array, Array]):
 
     def one(sums: Sums, i: Array) -> tuple[Sums, Array]:
         change = blocks.cut(i * static.rows, static.rows)
-        part = tuple(change(a, 3) for a in rows)
+        part = jax.tree.map(lambda a: change(a, 3), rows)
         return _rows_backward(static, i, _row_block(static, problem, i), part, sums)
 
     count = _count(problem, static)[0]
@@ -216,7 +219,7 @@ def _attend_bwd(static: _Static, res: tuple, cotangents: tuple[Array, Array]):
     else:
         sums, dq = lax.scan(one, sums, jnp.arange(count, dtype=jnp.int32))
         dq = _joined(dq)
-    dsink = sink_gradient(problem, rows[1], rows[2], none)
+    dsink = sink_gradient(problem, below, rows[2])
     return (cotangent(given, sums, dq, dsink),)
 
 
@@ -251,11 +254,11 @@ def _rows_backward(static: _Static, i: Array, part: Problem, rows: tuple, sums: 
 def _block_backward(options: Options, block: Problem, found: Array | None, rows: tuple):
     """Gradients of the products q . k, of v, and of what changes the scores."""
     dtype = _scores.wide_dtype(block)
-    do, lse, delta = rows
+    do, below, delta = rows
     products = _products("bkgth,bksh->bkgts", block.q, block.k, dtype)
     scores, pull = modified(options, block, products)
     keep = _scores.kept(options, block)
-    p = jnp.exp(_scores.hide(block, found, scores) - lse[..., None])
+    p = below.weights(_scores.hide(block, found, scores))
     p = _scores.shown(found, p)
     dropped = _scores.drop(options, keep, p).astype(do.dtype)
     dv = _products("bkgts,bkgth->bksh", dropped, do, dtype)

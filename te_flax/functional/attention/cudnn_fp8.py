@@ -13,14 +13,17 @@ from te_flax.functional.attention.fp8 import (
     FORWARD,
     AttentionConfig,
     AttentionState,
+    Measured,
     Static,
-    mail,
+    backward,
+    forward,
     quantize,
 )
 from te_flax.functional.attention.options import Operands, Options
 from te_flax.ops import attention_fp8 as ops
 from te_flax.ops._op import cotangent_like
 from te_flax.quantize.mailbox import reduce_amax
+from te_flax.quantize.statistics import count_amax
 from te_flax.typing import Array
 
 Arrays = tuple[Array, Array, Array]
@@ -32,7 +35,7 @@ def attend(
     axes: tuple[str, ...],
     operands: Operands,
     state: AttentionState,
-) -> Arrays:
+) -> tuple[Array, Array, tuple[Array, ...]]:
     """As :func:`te_flax.functional.attention.fp8.attend`, all scales in ``state``.
 
     The kernel may divide by the sum of the exponentials after the product with v: s is
@@ -46,15 +49,16 @@ def attend(
         state: scales and mailbox.
 
     Returns:
-        o in the user's layout, log-sum-exp ``[B, N, T]``, and the amaxes of q, k, v, s
-        and o, float32 ``[5, 2]``.
+        o in the user's layout, log-sum-exp ``[B, N, T]``, and what was measured, as
+        :func:`te_flax.functional.attention.fp8.forward` returns it: of what the kernel
+        rounds on its own, amax and scale.
     """
     made: Any = _attend(Static(options, config, axes), operands[:3], state)
     return made
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(static: Static, arrays: Arrays, state: AttentionState) -> Arrays:
+def _attend(static: Static, arrays: Arrays, state: AttentionState):
     return _attend_fwd(static, arrays, state)[0]
 
 
@@ -71,15 +75,17 @@ def _attend_fwd(static: Static, arrays: Arrays, state: AttentionState):
         impl=(),
         **_attrs(static),
     )
-    amaxes = jnp.stack([*(c.amax for c in codes), *(_amax(static, a) for a in found)])
+    pairs = zip(("s", "o"), found, strict=True)
+    unseen = [_measured(static, state, a, inverse[n]) for n, a in pairs]
+    measured = forward(state, [*(c.found for c in codes), *unseen])
     lse = stats.reshape(stats.shape[0], -1, stats.shape[-1])
     wide = _widened(o, inverse["o"], arrays[0].dtype)
-    out = (laid(layout, wide), lse, amaxes)
+    out = (laid(layout, wide), lse, measured)
     types = tuple(jax.typeof(a) for a in arrays)
     return out, ((q, k, v, o), stats, state, Types(types))
 
 
-def _attend_bwd(static: Static, res: tuple, cotangents: Arrays):
+def _attend_bwd(static: Static, res: tuple, cotangents: tuple):
     (q, k, v, o), stats, state, types = res
     layout, factor = static.options.layout, static.options.scale
     codes = quantize(static, state, "do", cotangents[0])
@@ -98,14 +104,13 @@ def _attend_bwd(static: Static, res: tuple, cotangents: Arrays):
     found = dict(zip(("dq", "dk", "dv", "dp"), found, strict=True))
     found["dp"] = found["dp"] * jnp.float32(abs(1 / factor))
     names = ("dp", "dq", "dk", "dv")
-    amaxes = [codes.amax, *(_amax(static, found[n]) for n in names)]
+    unseen = [_measured(static, state, found[n], undo[n]) for n in names]
     grads = zip(("dq", "dk", "dv"), (dq, dk, dv), types, strict=True)
     made = tuple(
         cotangent_like(laid(layout, _widened(g, undo[n], t.dtype)), t)
         for n, g, t in grads
     )
-    nothing: Any = None  # a cotangent of zeros
-    return made, AttentionState(nothing, nothing, mail(static, state, amaxes))
+    return made, backward(static, state, [codes.found, *unseen])
 
 
 _attend.defvjp(_attend_fwd, _attend_bwd)
@@ -130,8 +135,11 @@ def _widened(codes: Array, scale_inv: Array, dtype: Any) -> Array:
     return (codes.astype(jnp.float32) * scale_inv).astype(dtype)
 
 
-def _amax(static: Static, amax: Array) -> Array:
-    """Largest finite magnitude and flag, on all devices that share the scale."""
+def _measured(
+    static: Static, state: AttentionState, amax: Array, scale_inv: Array
+) -> Measured:
+    """Of what the kernel rounds, on all devices that share the scale."""
     good = jnp.isfinite(amax)
     pair = jnp.stack([jnp.where(good, amax, 0), 1 - good.astype(jnp.float32)])
-    return reduce_amax(pair, (*static.config.amax_axes, *static.axes))
+    pair = reduce_amax(pair, (*static.config.amax_axes, *static.axes))
+    return Measured(pair, None if state.record is None else count_amax(pair, scale_inv))

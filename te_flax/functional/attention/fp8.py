@@ -22,6 +22,7 @@ from te_flax.ops._op import cotangent_like
 from te_flax.quantize.mailbox import encode
 from te_flax.quantize.per_tensor import TensorQuantizer
 from te_flax.quantize.quantizer import Quantizer, Scale
+from te_flax.quantize.statistics import Counts, count
 from te_flax.typing import Array
 
 FORWARD = ("q", "k", "v", "s", "o")
@@ -64,6 +65,8 @@ class AttentionState(NamedTuple):
         backward: likewise of do, dp, dq, dk and dv.
         mailbox: float32 ``[5, 279]``; its cotangent carries the amaxes of do, dp, dq,
             dk and dv out of the backward pass when ``AttentionConfig.report``.
+        record: float32 ``[5, 563]`` while statistics are recorded; its cotangent
+            carries theirs, and the call returns those of the forward pass.
 
     Example:
         >>> AttentionState().mailbox is None
@@ -73,6 +76,7 @@ class AttentionState(NamedTuple):
     forward: Scale | None = None
     backward: Scale | None = None
     mailbox: Array | None = None
+    record: Array | None = None
 
 
 class Static(NamedTuple):
@@ -95,17 +99,29 @@ class Codes(NamedTuple):
     Attributes:
         data: the codes.
         scale_inv: the factor that undoes the scale.
-        amax: as in :func:`te_flax.quantize.mailbox.encode`.
+        found: what was measured.
     """
 
     data: Array
     scale_inv: Array
-    amax: Array
+    found: "Measured"
 
     @property
     def values(self) -> Array:
         """What the codes stand for, in float32."""
         return self.data.astype(jnp.float32) * self.scale_inv
+
+
+class Measured(NamedTuple):
+    """What is known of one array.
+
+    Attributes:
+        amax: as in :func:`te_flax.quantize.mailbox.encode`.
+        counts: None unless statistics are recorded.
+    """
+
+    amax: Array
+    counts: Counts | None
 
 
 def attend(
@@ -114,7 +130,7 @@ def attend(
     axes: tuple[str, ...],
     problem: Problem,
     state: AttentionState,
-) -> tuple[Array, Array, Array]:
+) -> tuple[Array, Array, tuple[Array, ...]]:
     """As :func:`te_flax.functional.attention.reference.attend`, with FP8 products.
 
     ``s = softmax(scale q . k)``, ``o = s . v``; backwards ``dv = s^T do``,
@@ -129,7 +145,7 @@ def attend(
         state: scales and mailbox.
 
     Returns:
-        o, log-sum-exp, and the amaxes of q, k, v, s and o, float32 ``[5, 2]``.
+        o, log-sum-exp, and what was measured, as :func:`forward` returns it.
     """
     made: Any = _attend(Static(options, config, axes), problem, state)
     return made
@@ -145,28 +161,29 @@ def _attend_fwd(static: Static, problem: Problem, state: AttentionState):
     q, k, v = (quantize(static, state, name, a) for name, a in given)
     products = _product("bkgth,bksh->bkgts", q, k)
     scores = _scores.modify(static.options, problem, products)
-    p, lse, none = softmax(static.options, problem, scores)
+    p, below = softmax(static.options, problem, scores)
     keep = _scores.kept(static.options, problem)
     s = quantize(static, state, "s", _scores.drop(static.options, keep, p))
     o = _product("bkgts,bksh->bkgth", s, v)
-    o = quantize(static, state, "o", jnp.where(none[..., None], jnp.float32(0), o))
-    amaxes = jnp.stack([a.amax for a in (q, k, v, s, o)])
-    out = (o.values.astype(problem.q.dtype), lse, amaxes)
-    return out, (problem, state, q, k, v, o, lse)
+    o = quantize(
+        static, state, "o", jnp.where(below.none[..., None], jnp.float32(0), o)
+    )
+    found = forward(state, [a.found for a in (q, k, v, s, o)])
+    out = (o.values.astype(problem.q.dtype), below.lse, found)
+    return out, (problem, state, q, k, v, o, below)
 
 
 def _attend_bwd(static: Static, res: tuple, cotangents: tuple):
-    problem, state, q, k, v, o, lse = res
+    problem, state, q, k, v, o, below = res
     options, (do, dlse, _) = static.options, cotangents
-    none, zero = lse == -jnp.inf, jnp.float32(0)
+    none, zero = below.none, jnp.float32(0)
     do = jnp.where(none[..., None], jnp.zeros((), do.dtype), do)
     do = quantize(static, state, "do", do)
-    lse = jnp.where(none, zero, lse)
     delta = jnp.where(none, zero, jnp.sum(do.values * o.values, axis=-1) - dlse)
     products = _product("bkgth,bksh->bkgts", q, k)
     scores, pull = modified(options, problem, products)
     found, keep = _scores.seen(options, problem), _scores.kept(options, problem)
-    p = jnp.exp(_scores.hide(problem, found, scores) - lse[..., None])
+    p = below.weights(_scores.hide(problem, found, scores))
     p = _scores.shown(found, p)
     s = quantize(static, state, "s", _scores.drop(options, keep, p))
     dv = quantize(static, state, "dv", _product("bkgts,bkgth->bksh", s, do))
@@ -178,12 +195,9 @@ def _attend_bwd(static: Static, res: tuple, cotangents: tuple):
     dk = _times("bkgts,bkgth->bksh", dproducts, q)
     dq, dk = (quantize(static, state, n, a) for n, a in (("dq", dq), ("dk", dk)))
     sums = Sums(dk.values, dv.values, addends, slopes, args)
-    dsink = sink_gradient(problem, lse, delta, none)
-    letter = mail(static, state, [a.amax for a in (do, dp, dq, dk, dv)])
-    nothing: Any = None  # a cotangent of zeros
-    return cotangent(problem, sums, dq.values, dsink), AttentionState(
-        nothing, nothing, letter
-    )
+    dsink = sink_gradient(problem, below, delta)
+    mail = backward(static, state, [a.found for a in (do, dp, dq, dk, dv)])
+    return cotangent(problem, sums, dq.values, dsink), mail
 
 
 _attend.defvjp(_attend_fwd, _attend_bwd)
@@ -191,21 +205,24 @@ _attend.defvjp(_attend_fwd, _attend_bwd)
 
 def quantize(static: Static, state: AttentionState, name: str, x: Array) -> Codes:
     """Rounds one of the ten arrays to FP8."""
-    forward = name in FORWARD
-    names = FORWARD if forward else BACKWARD
-    quantizer = static.config.forward if forward else static.config.backward
-    known = state.forward if forward else state.backward
+    first = name in FORWARD
+    names = FORWARD if first else BACKWARD
+    quantizer = static.config.forward if first else static.config.backward
+    known = state.forward if first else state.backward
+    axes, impl = (*static.config.amax_axes, *static.axes), static.config.impl
     made = quantizer(
         x,
         k_ndim=1,
         rowwise=True,
         colwise=False,
         scale=None if known is None else Scale(*(a[names.index(name)] for a in known)),
-        amax_axes=(*static.config.amax_axes, *static.axes),
-        impl=static.config.impl,
+        amax_axes=axes,
+        impl=impl,
     )
     copy: Any = made.rowwise
-    return Codes(copy.data, copy.scale, made.amax)  # pyright: ignore[reportArgumentType]
+    amax: Any = made.amax
+    counts = None if state.record is None else count(x, copy, axes, impl)
+    return Codes(copy.data, copy.scale, Measured(amax, counts))
 
 
 def _product(axes: str, a: Codes, b: Codes) -> Array:
@@ -217,13 +234,37 @@ def _times(axes: str, a: Array, b: Codes) -> Array:
     return jnp.einsum(axes, a, b.data.astype(jnp.float32)) * b.scale_inv
 
 
-def mail(static: Static, state: AttentionState, amaxes: list[Array]) -> Any:
-    """The mailbox's cotangent; a shard_map of ours adds up those of its devices."""
-    if state.mailbox is None:
-        return None
-    letter = jnp.zeros_like(state.mailbox)
-    if static.config.report:
-        letter = encode(jnp.stack(amaxes))
-        for axis in static.axes:
-            letter = letter / lax.axis_size(axis)
-    return cotangent_like(letter, state.mailbox)
+def forward(state: AttentionState, found: list[Measured]) -> tuple[Array, ...]:
+    """What the call returns of q, k, v, s and o.
+
+    Returns:
+        Their amaxes, float32 ``[5, 2]``, and where the state has a record their
+        statistics, float32 ``[5, 5]``.
+    """
+    amaxes = jnp.stack([a.amax for a in found])
+    rows = [a.counts.statistics().row() for a in found if a.counts is not None]
+    return (amaxes,) if state.record is None else (amaxes, jnp.stack(rows))
+
+
+def backward(
+    static: Static, state: AttentionState, found: list[Measured]
+) -> AttentionState:
+    """The cotangent of the state: what it carries of do, dp, dq, dk and dv."""
+    nothing: Any = None  # a cotangent of zeros
+    mailbox = record = nothing
+    if state.mailbox is not None:
+        letter = jnp.zeros_like(state.mailbox)
+        if static.config.report:
+            letter = encode(jnp.stack([a.amax for a in found]))
+        mailbox = _shared(static, letter, state.mailbox)
+    if state.record is not None:
+        letters = [a.counts.mail() for a in found if a.counts is not None]
+        record = _shared(static, jnp.stack(letters), state.record)
+    return AttentionState(nothing, nothing, mailbox, record)
+
+
+def _shared(static: Static, letter: Array, like: Array) -> Array:
+    """A shard_map of ours adds up the letters of its devices."""
+    for axis in static.axes:
+        letter = letter / lax.axis_size(axis)
+    return cotangent_like(letter, like)

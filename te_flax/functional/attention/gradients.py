@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from te_flax.functional.attention import scores as _scores
 from te_flax.functional.attention.options import Options
 from te_flax.functional.attention.problem import Problem
+from te_flax.functional.attention.reference import Denominator
 from te_flax.ops._op import cotangent_like
 from te_flax.typing import Array
 
@@ -49,14 +50,12 @@ def modified(
     return jax.vjp(modify, products, block.addends, block.slopes, args)
 
 
-def sink_gradient(
-    problem: Problem, lse: Array, delta: Array, none: Array
-) -> Array | None:
+def sink_gradient(problem: Problem, below: Denominator, delta: Array) -> Array | None:
     """The sink's probability times what its score changes: ``-p delta``."""
     if problem.sink is None:
         return None
-    p = jnp.exp(problem.sink.astype(lse.dtype)[:, :, None] - lse)
-    p = jnp.where(none, jnp.zeros((), lse.dtype), p)
+    sink = problem.sink.astype(delta.dtype)[:, :, None, None]
+    p = jnp.where(below.none, jnp.zeros((), delta.dtype), below.weights(sink)[..., 0])
     return -jnp.sum(p * delta, axis=(0, 3))
 
 

@@ -1,5 +1,7 @@
 """The definition: every option, the whole matrix of scores, JAX's own derivative."""
 
+from typing import NamedTuple
+
 import jax.numpy as jnp
 from jax import lax
 
@@ -7,6 +9,40 @@ from te_flax.functional.attention import scores as _scores
 from te_flax.functional.attention.options import Options
 from te_flax.functional.attention.problem import Problem
 from te_flax.typing import Array
+
+
+class Denominator(NamedTuple):
+    """What the softmax of each query divides by: ``exp(top) total``.
+
+    The backward passes take both numbers: the log-sum-exp is off by a rounding of
+    ``top``, which swallows ``log(total)`` where all scores are very low.
+
+    Attributes:
+        top: the largest score, ``[B, K, G, T]``.
+        total: sum of ``exp(score - top)``.
+    """
+
+    top: Array
+    total: Array
+
+    @property
+    def none(self) -> Array:
+        """Which queries see nothing."""
+        return self.total == 0
+
+    @property
+    def divisor(self) -> Array:
+        """The sum, or 1 where it is empty."""
+        return jnp.where(self.none, jnp.ones((), self.total.dtype), self.total)
+
+    @property
+    def lse(self) -> Array:
+        """The log-sum-exp, -inf where a query sees nothing."""
+        return jnp.where(self.none, -jnp.inf, self.top + jnp.log(self.divisor))
+
+    def weights(self, scores: Array) -> Array:
+        """The probabilities of scores ``[B, K, G, T, S]``."""
+        return jnp.exp(scores - self.top[..., None]) / self.divisor[..., None]
 
 
 def attend(options: Options, problem: Problem) -> tuple[Array, Array]:
@@ -19,18 +55,18 @@ def attend(options: Options, problem: Problem) -> tuple[Array, Array]:
     dtype = _scores.wide_dtype(problem)
     q, k, v = (a.astype(dtype) for a in problem[:3])
     products = jnp.einsum("bkgth,bksh->bkgts", q, k)
-    p, lse, none = softmax(options, problem, _scores.modify(options, problem, products))
+    p, below = softmax(options, problem, _scores.modify(options, problem, products))
     p = _scores.drop(options, _scores.kept(options, problem), p)
     o = jnp.einsum("bkgts,bksh->bkgth", p, v)
     # Keeps a cotangent of NaN out of the products.
-    o = jnp.where(none[..., None], jnp.zeros((), dtype), o)
-    return o.astype(problem.q.dtype), lse
+    o = jnp.where(below.none[..., None], jnp.zeros((), dtype), o)
+    return o.astype(problem.q.dtype), below.lse
 
 
 def softmax(
     options: Options, problem: Problem, scores: Array
-) -> tuple[Array, Array, Array]:
-    """Probabilities, log-sum-exp, and which queries see nothing.
+) -> tuple[Array, Denominator]:
+    """Probabilities, and what they were divided by.
 
     Args:
         options: the static part of the call.
@@ -50,13 +86,6 @@ def softmax(
     total = jnp.sum(p, axis=-1)
     if sink is not None:
         total = total + jnp.exp(sink - top)
-    none, safe, lse = log_sum(total, top)
+    below = Denominator(top, total)
     # 0 / NaN of a query that saw one.
-    return _scores.shown(found, p / safe[..., None]), lse, none
-
-
-def log_sum(total: Array, top: Array) -> tuple[Array, Array, Array]:
-    """From sums of ``exp(score - top)``: which are empty, a divisor, the logarithm."""
-    none = total == 0
-    safe = jnp.where(none, jnp.ones((), total.dtype), total)
-    return none, safe, jnp.where(none, -jnp.inf, top + jnp.log(safe))
+    return _scores.shown(found, p / below.divisor[..., None]), below
