@@ -92,8 +92,7 @@ def test_an_interrupted_run_resumes_with_the_same_curve(
 
 def test_two_processes_make_one_run(whole, sentences, tmp_path, monkeypatch, capfd):
     """Over jax.distributed; what they write is that of one process."""
-    # Halves the time to compile.
-    monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0")
+    monkeypatch.setenv("XLA_FLAGS", "")
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "1")
     pair = run(sentences, tmp_path, "--processes", 2, main=launch.main)
     out = capfd.readouterr().out

@@ -33,6 +33,7 @@ RECIPES = {
 WANTED = te.diff_filter(nnx.Param)
 # Two stand for all where the recipe plays no part: with and without a history.
 TWO = ("delayed", "mxfp8")
+NIGHTLY = pytest.param("nvfp4", True, marks=pytest.mark.slow)  # a large program
 
 
 def values(*shape, seed=0, bad=True):
@@ -370,17 +371,14 @@ def test_steps_that_are_not_recorded_do_not_change(name, make):
 
 
 @pytest.mark.parametrize(
-    ("name", "bias"), [(name, True) for name in RECIPES] + [("current", False)]
+    ("name", "bias"),
+    [*((n, True) for n in RECIPES if n != "nvfp4"), ("current", False), NIGHTLY],
 )
 def test_the_fused_block_records_both_and_trains_to_the_same_bits(name, bias):
     recipe = RECIPES[name]
+    options = {"use_bias": bias, "amax_history_len": LENGTH}
     make = lambda act: te.LayerNormMLP(
-        32,
-        64,
-        activations=act,
-        use_bias=bias,
-        amax_history_len=LENGTH,
-        rngs=nnx.Rngs(0),
+        32, 64, activations=act, rngs=nnx.Rngs(0), **options
     )
     plain, fused, apart = make("gelu"), make("gelu"), make(nnx.gelu)
     x, dy = values(4, 32, seed=3), values(4, 32, seed=4)
