@@ -170,14 +170,16 @@ def project(layer: Any, inputs: tuple, out_sharding: Any) -> Projected:
     if layer.packed:
         y, h = _first(layer.qkv, q, out_sharding)
         y = checkpoint_name(y, "combined_qkv_proj")
-        return Projected(*_parts(y), h)
+        query, key, value = _parts(y)
+        return Projected(query, key, value, h)
     query, h = _first(layer.query, q, out_sharding)
     query = checkpoint_name(query, "query_proj")
     k = h if k is None else k
     if layer.fuse_qkv_params:
         y = layer.kv(k, out_sharding=out_sharding)
         y = checkpoint_name(y, "combined_kv_proj")
-        return Projected(query, *_parts(y), h)
+        key, value = _parts(y)
+        return Projected(query, key, value, h)
     key = layer.key(k, out_sharding=out_sharding)
     value = layer.value(k if v is None else v, out_sharding=out_sharding)
     key = checkpoint_name(key, "key_proj")

@@ -260,10 +260,9 @@ class DotProductAttention(nnx.Module):
             page_table=page_table,
         )
         rate, drop_key = self._dropout(dropout_rng, dropout_rate, deterministic)
-        mask_type = mask_type or self._mask_type(is_causal)
         padding = (segment_ids, q_seqlen, kv_seqlen)
-        if mask is not None and all(a is None for a in padding):
-            mask_type = _WITHOUT_PADDING.get(mask_type, mask_type)  # the mask tells it
+        told = mask is not None and all(a is None for a in padding)
+        mask_type = self._mask_type(mask_type, is_causal, told)
         fp8 = attention_fp8(resolve(self.recipe), self.fp8)
         with part_of(_WHERE, **_NAMES):
             out: Any = dot_product_attention(
@@ -311,9 +310,11 @@ class DotProductAttention(nnx.Module):
         found = self.alibi_slopes
         return jnp.asarray(found, jnp.float32) if isinstance(found, tuple) else found
 
-    def _mask_type(self, is_causal: bool) -> str:
+    def _mask_type(self, asked: str | None, is_causal: bool, told: bool) -> str:
+        """What the call asks for, or the layer's; ``told``: a mask says the padding."""
         own = self.attn_mask_type
-        return _CAUSAL.get(own, own) if is_causal else own
+        found = asked or (_CAUSAL.get(own, own) if is_causal else own)
+        return _WITHOUT_PADDING.get(found, found) if told else found
 
     def _bias(self, bias: Array | None) -> Array | None:
         """The bias as it is added to the scaled scores."""
