@@ -33,6 +33,7 @@ CASES = {
     "normed + residual": ("normed", "residual"),
     "codes + scales": ("quantized",),
     "normed + codes + scales": ("normed", "quantized"),
+    "codes + scales + residual": ("quantized", "residual"),
     "all four": ("normed", "quantized", "residual"),
 }
 

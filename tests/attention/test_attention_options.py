@@ -232,6 +232,50 @@ def test_a_query_that_sees_nothing(implementation):
     assert np.isneginf(got["lse"][1]).all()
 
 
+def poly(scores, b, n, t, k, factor):
+    return scores * factor
+
+
+MAPPED = {  # what varies, and what the call needs beside it
+    "q": (Q, {}),
+    "v": (VALUES, {}),
+    "mask": (jnp.tri(T, S, dtype=bool), {}),
+    "alibi_slopes": (normal(N), {"mask_type": "causal"}),
+    "sink": (normal(N), {"softmax_type": "learnable"}),
+    "segment_ids": (jnp.broadcast_to(jnp.arange(T) // 3 + 1, (B, T)), {"k": Q}),
+    "positions": (
+        jnp.broadcast_to(jnp.arange(T) % 4, (B, T)),
+        {"k": Q, "mask_type": "causal"},
+    ),
+    "dropout_key": (jax.random.key_data(jax.random.key(1)), {"dropout_rate": 0.5}),
+    "score_mod_args": (jnp.float32(2), {"score_mod": poly}),
+}
+
+
+@pytest.mark.parametrize("name", MAPPED)
+def test_vmap_over_one_argument(name):
+    """Each entry is that of a call of its own, whatever is mapped."""
+    value, more = MAPPED[name]
+    more = dict(more)
+    q, k = Q, more.pop("k", KEYS)
+    if k is Q:  # as many keys as queries
+        k = Q[..., :K, :]
+    v = VALUES[:, : k.shape[1]]
+
+    def call(a):
+        given = {"q": q, "k": k, "v": v} | more
+        given[name] = (a,) if name == "score_mod_args" else a
+        return te.dot_product_attention(**given, implementation="reference")
+
+    other = value + 1 if name == "dropout_key" else jnp.flip(value)
+    stacked = jnp.stack([value, value * 3 if value.ndim == 0 else other])
+    got = jax.jit(jax.vmap(call), compiler_options=FAST)(stacked)
+    assert not (got[0] == got[1]).all()
+    for i in range(2):
+        want = jax.jit(call, compiler_options=FAST)(stacked[i])
+        close_to(got[i], np.asarray(want), 2.0**-20 * float(jnp.abs(want).max()))
+
+
 @pytest.mark.parametrize(
     ("implementation", "what"),
     [*(("chunked", n) for n in ("k", "bias", "lengths", "all")), ("reference", "all")],

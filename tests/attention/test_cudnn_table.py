@@ -1,5 +1,9 @@
 """What the cuDNN implementation refuses, and why; and when it is the default."""
 
+import os
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -80,6 +84,18 @@ def test_default(monkeypatch):
     assert used(monkeypatch, mask_type="causal_bottom_right")
     assert used(monkeypatch, **PACKED)
     assert not used(monkeypatch, dtype=jnp.float32)
+
+
+@pytest.mark.parametrize("value", ["", "1"])
+def test_the_environment_asks_for_determinism(value):
+    code = (
+        "from te_flax.functional.attention.capabilities import Call\n"
+        "print(Call.__dataclass_fields__['deterministic'].default)"
+    )
+    env = os.environ | {"TE_FLAX_DETERMINISTIC": value}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == str(value == "1")
 
 
 def test_deterministic(monkeypatch):

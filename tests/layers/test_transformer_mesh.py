@@ -113,6 +113,7 @@ def on_mesh(preset, axis_type, recipe, devices=8):
 
 CI = {
     ("tp, sp", AxisType.Auto, "delayed_scaling"),
+    ("tp, sp", AxisType.Auto, "mxfp8"),
     ("fsdp", AxisType.Explicit, "delayed_scaling"),
 }
 
