@@ -1,10 +1,11 @@
 """Times layers and kernels on a GPU: ``python -m benchmarks.gpu [--peer flax,te]``.
 
 Everything of one row runs in one process in turns of random order, as what ran before
-decides the GPU's clock. A timing is 10 calls back to back, or as many as take 30 ms;
-the medians of ``--repeats`` timings are printed, and the ratio is to XLA's bfloat16 of
-the same row. Kernels are given as TB/s of necessary traffic, inputs and outputs once,
-and as a share of what a device copy reaches in the same run; products as TFLOP/s.
+decides the GPU's clock. A timing is 10 to 200 calls back to back, about 30 ms by the
+time of the first call; the medians of ``--repeats`` timings are printed, and the ratio
+is to XLA's bfloat16 of the same row. Kernels are given as TB/s of necessary traffic,
+inputs and outputs once, and as a share of what a device copy reaches in the same run;
+products as TFLOP/s.
 """
 
 import argparse

@@ -24,6 +24,7 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 FAST = os.environ.get("JAX_DISABLE_MOST_OPTIMIZATIONS") == "1"
+applied = {"fast": FAST}
 OPTIMIZED = (
     "layers/test_fused_state.py",
     "ops/",
@@ -37,4 +38,7 @@ OPTIMIZED = (
 def _optimized(request):
     file = request.path.relative_to(Path(__file__).parent).as_posix()
     fast = FAST and not file.startswith(OPTIMIZED)
-    jax.config.update("jax_disable_most_optimizations", fast)
+    if applied["fast"] != fast:
+        applied["fast"] = fast
+        jax.config.update("jax_disable_most_optimizations", fast)
+        jax.clear_caches()  # which do not tell the two apart

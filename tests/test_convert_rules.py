@@ -4,6 +4,7 @@ import io
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 
@@ -138,10 +139,17 @@ class Promotes:
     def promote(arrays, *, dtype=None):
         return tuple(None if a is None else a.astype(jnp.bfloat16) for a in arrays)
 
+    @staticmethod
+    def doubled(arrays, *, dtype=None):
+        x, kernel, *others = arrays
+        return x, 2 * kernel, *others
+
 
 def test_a_promotion_of_the_users_own():
     layer = nnx.Linear(4, 4, promote_dtype=Promotes.promote, rngs=nnx.Rngs(0))
     assert te.convert(layer)(data(2, 4)).dtype == layer(data(2, 4)).dtype
+    layer = nnx.Linear(4, 4, promote_dtype=Promotes.doubled, rngs=nnx.Rngs(0))
+    np.testing.assert_allclose(te.convert(layer)(data(2, 4)), layer(data(2, 4)), 1e-6)
 
 
 PARTS = "convert: rules must"

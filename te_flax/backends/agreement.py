@@ -6,7 +6,6 @@ everywhere, and a process that does not come would stop the others.
 """
 
 import contextlib
-from collections import Counter
 from typing import Any
 
 import jax
@@ -14,7 +13,7 @@ import numpy as np
 
 PATIENCE = 300  # seconds that the first process waits for another one
 _READY = "ready"
-_settled: Counter[str] = Counter()  # how often each kernel has been
+_try = 0  # all processes count alike
 
 
 def is_everywhere(digest: str) -> bool:
@@ -26,6 +25,12 @@ def is_everywhere(digest: str) -> bool:
     words = np.frombuffer(bytes.fromhex(digest), np.uint32)
     everywhere = np.asarray(multihost_utils.process_allgather(words))
     return bool((everywhere == words).all())
+
+
+def again() -> None:
+    """Begins another try of every kernel; each process must call it."""
+    global _try
+    _try += 1
 
 
 def settle(name: str, error: str) -> str:
@@ -41,7 +46,7 @@ def settle(name: str, error: str) -> str:
     store = _store()
     if store is None:
         return "jax.distributed.initialize() was not called: processes cannot agree"
-    mine, place = jax.process_index(), f"{name}/{_settled[name]}"
+    mine, place = jax.process_index(), f"{name}/{_try}"
     store.key_value_set(f"{place}/{mine}", error or _READY, allow_overwrite=True)
     if error:
         verdict = f"process {mine}: {error}"
@@ -53,7 +58,6 @@ def settle(name: str, error: str) -> str:
     with contextlib.suppress(jax.errors.JaxRuntimeError):  # another one was first
         store.key_value_set(f"{place}/verdict", verdict)
     verdict = store.blocking_key_value_get(f"{place}/verdict", 10_000)  # it is there
-    _settled[name] += 1
     return "" if verdict == _READY else verdict
 
 

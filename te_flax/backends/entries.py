@@ -7,6 +7,8 @@ from collections.abc import Callable
 from te_flax.backends import disk
 from te_flax.backends.protocol import JitKey
 
+_INTERRUPTED = "interrupted"
+
 
 @dataclasses.dataclass
 class Entry:
@@ -35,23 +37,32 @@ class Entries(dict[str, Entry]):
             new: its entry, where there is none.
             make: fills the entry and returns the error; other threads wait for it.
         """
-        with self._lock:
-            entry = self.setdefault(name, new)
+        entry = self._wait(name, new)
         if entry is new:
             try:
                 entry.error = make(entry)
             except BaseException:  # interrupted: nothing is known of it
                 with self._lock:
                     del self[name]
-                entry.error = "interrupted"
+                entry.error = _INTERRUPTED
                 raise
             finally:
                 entry.done.set()
             if entry.error:
                 op = entry.key.op
                 disk.warn(f"{op}: no kernel of {entry.backend}: {entry.error}")
-        entry.done.wait()
         return entry.error
+
+    def _wait(self, name: str, new: Entry) -> Entry:
+        """The entry when it is done, or ``new`` where it is left to the caller."""
+        while True:
+            with self._lock:
+                entry = self.setdefault(name, new)
+            if entry is new:
+                return entry
+            entry.done.wait()
+            if entry.error != _INTERRUPTED:
+                return entry
 
     def forget(self, which: Callable[[Entry], bool]) -> None:
         """Drops kernels that could not be made, so that they are tried again."""

@@ -254,6 +254,7 @@ def reset() -> None:
         >>> reset()
     """
     _forget(lambda entry: True)
+    agreement.again()
     disk.warn.cache_clear()
 
 
@@ -325,6 +326,7 @@ def agree() -> bool:
         True
     """
     mine = _digest()
+    agreement.again()
     same = agreement.is_everywhere(mine)
     _agreed.clear()
     _agreed[mine] = same

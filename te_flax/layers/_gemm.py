@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
+from flax.nnx.nn import dtypes
 from jax.sharding import NamedSharding, PartitionSpec
 
 from te_flax.functional.config import IDENTITY, QUANTIZED_NAME, GemmState
@@ -56,11 +57,23 @@ def common(
         checkpoint_name=layer.quantization_checkpoint_name or QUANTIZED_NAME,
         impl=current_kernels(),
     )
-    if recipe is None:
+    if recipe is None and _casts(layer):
         # The cast is the GEMM's, so that its gradient is not rounded to this dtype.
         kernel = dataclasses.replace(IDENTITY, dtype=jnp.dtype(dtype).name)
         config = dataclasses.replace(config, kernel=kernel)
     return config
+
+
+def kernel_of(layer: Any, recipe: Recipe | None, stored: Array, promoted: Array):
+    """The kernel as its GEMM takes it: that quantizes or casts what is stored.
+
+    Without a recipe a user's own promotion counts, which may do more than cast.
+    """
+    return stored if recipe or _casts(layer) else promoted
+
+
+def _casts(layer: Any) -> bool:
+    return layer.promote_dtype is dtypes.promote_dtype
 
 
 def record(
@@ -109,6 +122,7 @@ def apply(
     placed = placement(axes[0], x.ndim), placement(axes[1], x.ndim)
     config = common(layer, recipe, pkernel.dtype, out_dtype, out_sharding, placed)
     state = _fp8.gemm_state(recipe, layer.fp8)
+    taken = kernel_of(layer, recipe, kernel, pkernel)
     low = lora(layer)
     keep = return_h or low is not None or layer.fp8.record is not None
     if norm is None:
@@ -116,7 +130,7 @@ def apply(
         narrow = recipe and wider(x.dtype, px.dtype) == px.dtype
         y, measured = dense(
             x if narrow else px,
-            kernel,
+            taken,
             pbias,
             k_ndim=len(layer.axis),
             config=config,
@@ -129,7 +143,7 @@ def apply(
             _arguments.unpromoted(x, px),
             scale,
             norm_bias,
-            kernel,
+            taken,
             pbias,
             norm=norm.config(px.dtype.name),
             config=config,

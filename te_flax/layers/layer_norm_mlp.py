@@ -249,7 +249,7 @@ class LayerNormMLP(nnx.Module):
         """Both GEMMs in one function."""
         wi, wo, norm = self.wi, self.wo, self.norm
         recipes = resolve(wi.recipe), resolve(wo.recipe)
-        px, params = self._operands(x)
+        px, params = self._operands(x, recipes)
         dtype = px.dtype.name
         out_dtype = jnp.dtype(wo.preferred_element_type or dtype).name
         x_at, h_at, mid_at = (
@@ -287,7 +287,7 @@ class LayerNormMLP(nnx.Module):
             _fp8.push(recipe, layer.fp8, measured)
         return y, h
 
-    def _operands(self, x: Array) -> tuple[Array, MLPParams]:
+    def _operands(self, x: Array, recipes: tuple) -> tuple[Array, MLPParams]:
         """Promotes x and the parameters, and shapes them for the functional."""
         wi, wo = self.wi, self.wo
         arrays = {
@@ -298,8 +298,8 @@ class LayerNormMLP(nnx.Module):
         }
         px, *promoted = wi.promote_dtype((x, *arrays.values()), dtype=wi.dtype)
         named = dict(zip(arrays, promoted, strict=True))
-        for name in ("wi", "wo"):  # quantized, or cast, from what they are stored in
-            named[name] = arrays[name]
+        for name, layer, recipe in zip(("wi", "wo"), (wi, wo), recipes, strict=True):
+            named[name] = _gemm.kernel_of(layer, recipe, arrays[name], named[name])
         lora = _gemm.lora(wi)
         if len(self.activations) == 1:
             named["wi"] = jnp.expand_dims(named["wi"], 1)

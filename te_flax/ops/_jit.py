@@ -1,5 +1,8 @@
 """A kernel generated at run time as one more lowering of an op's bare primitive."""
 
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
 import jax
@@ -55,10 +58,29 @@ def find(
     return found
 
 
+_shared: ContextVar[bool | None] = ContextVar("shared", default=None)
+
+
+@contextlib.contextmanager
+def program(ctx) -> Iterator[None]:
+    """Keeps what is known of a program outside of the shard_maps that it lowers to.
+
+    Inside of one over an abstract mesh nothing says which devices it runs on.
+    """
+    token = _shared.set(_is_shared(ctx))
+    try:
+        yield
+    finally:
+        _shared.reset(token)
+
+
 def _is_shared(ctx) -> bool:
     """Whether other processes run the program too; they must lower the same."""
     if jax.process_count() == 1:
         return False
+    known = _shared.get()
+    if known is not None:
+        return known
     context = ctx.module_context.axis_context
     mesh = getattr(context, "mesh", None)
     if isinstance(mesh, jax.sharding.Mesh):

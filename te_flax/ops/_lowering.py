@@ -188,7 +188,8 @@ def lower(op: "KernelOp", ctx, *args, maps, attrs, impl, want):
         ctx, full = _auto_view(op, ctx, mesh, auto, manual)
         sizes = [mesh.shape[a] for a in auto]
         fn = partitioned(op, shapes, maps, attrs, shard, dtypes, sizes, full)
-    return mlir.lower_fun(fn, multiple_results=True)(ctx, *args)
+    with _jit.program(ctx):
+        return mlir.lower_fun(fn, multiple_results=True)(ctx, *args)
 
 
 def _partly_manual(op, mesh, explicit, auto, manual, impl: str) -> str:

@@ -327,6 +327,16 @@ def test_programs_of_other_processes_too_are_told_apart(monkeypatch):
     assert shared(device_assignment=None)
 
 
+def test_an_explicit_mesh_of_one_process_needs_no_other(monkeypatch):
+    """Within its shard_map nothing says which devices the program has."""
+    configure(monkeypatch, jit="1")
+    add()
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))
+    x = jax.device_put(X, jax.NamedSharding(mesh, jax.P("d")))
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    assert TARGET in text(AMAX, x)
+
+
 def test_bad_arguments():
     with pytest.raises(
         TypeError, match="register_backend: backend must be a KernelBackend"

@@ -185,6 +185,7 @@ def process(which, folder):
         env=os.environ | own,
         capture_output=True,
         text=True,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.splitlines()[-1])
