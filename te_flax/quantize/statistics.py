@@ -242,7 +242,7 @@ def _numbers(
     scale = jnp.where(scale_inv > jnp.float32(2.0**126), 0, scale)
     return Statistics(
         known(amax[..., 0], contributions),
-        known(scale, elements + scale_inv),
+        known(scale, jnp.where(scale_inv > 0, 1, elements)),  # of NaN too
         ratio(saturated, elements),
         ratio(flushed, elements),
         ratio(nonfinite, contributions),
