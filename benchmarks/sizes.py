@@ -16,13 +16,22 @@ import jax.numpy as jnp
 import te_flax as te
 from benchmarks.layers import GELU, NORM_OPTIONS
 from benchmarks.profiles import gpu_events
-from te_flax.ops import amax, block, dequantize, mxfp8, quantize
+from te_flax.ops import amax, block, dequantize, mxfp6, mxfp8, quantize
 from te_flax.ops._fused import Variant
 from te_flax.ops._op import KernelOp
-from te_flax.ops.activation import ACT_BWD, ACT_FWD
+from te_flax.ops.activation import ACT_BWD, ACT_FWD, QUANTIZE_DBIAS
 from te_flax.ops.gemm import gemm_op
+from te_flax.ops.mxfp8_values import QUANTIZE_MXFP8_VALUES
 from te_flax.ops.norm import NORM_BWD, NORM_FWD
 
+BOTH = ("row", "col")
+PLAIN = (
+    *(quantize.QUANTIZE_ROW, quantize.QUANTIZE_COL, quantize.QUANTIZE_ROWCOL),
+    *(mxfp8.QUANTIZE_MXFP8_ROW, mxfp8.QUANTIZE_MXFP8_COL, mxfp8.QUANTIZE_MXFP8_ROWCOL),
+    *(mxfp8.QUANTIZE_MXFP8_ROWCOL_SWIZZLED, QUANTIZE_MXFP8_VALUES[BOTH, BOTH]),
+    *(block.QUANTIZE_BLOCK_ROW, block.QUANTIZE_BLOCK_COL, block.QUANTIZE_BLOCK_ROWCOL),
+    *(block.QUANTIZE_BLOCK2D_ROWCOL, amax.AMAX),
+)
 SHAPES = ((64, 1024), (1024, 4096), (16384, 4096))
 CALLS = 5
 GAP = 1e3  # nanoseconds between two kernels
@@ -41,26 +50,31 @@ def cases(m: int, k: int, dtype: Any) -> Iterator[tuple[KernelOp, tuple, dict]]:
     keys = jax.random.split(jax.random.key(0))
     x, dy = (jax.random.normal(key, (m, k), dtype) for key in keys)
     scale, ones, rows = jnp.float32(60), jnp.ones(k, dtype), jnp.ones(m)
-    plain = (
-        *(quantize.QUANTIZE_ROW, quantize.QUANTIZE_COL, quantize.QUANTIZE_ROWCOL),
-        *(mxfp8.QUANTIZE_MXFP8_ROW, mxfp8.QUANTIZE_MXFP8_ROWCOL),
-        *(block.QUANTIZE_BLOCK_ROWCOL, amax.AMAX),
-    )
-    for op in plain:
+    for op in PLAIN:
         yield op, (x, scale)[: len(op.dims.ins)], {}
+    six = {"row_format": "e2m3", "col_format": "e2m3"}
+    yield mxfp6.QUANTIZE_MXFP6_ROWCOL, (x,), six
     codes = x.astype(jnp.float8_e4m3fn)
     yield dequantize.DEQUANTIZE, (codes, scale), {}
+    ones_of = lambda dtype, m, k: jnp.ones((m, k), dtype)
+    yield dequantize.DEQUANTIZE_MXFP8_ROW, (codes, ones_of("uint8", m, k // 32)), {}
+    yield dequantize.DEQUANTIZE_MXFP8_COL, (codes, ones_of("uint8", m // 32, k)), {}
+    yield dequantize.DEQUANTIZE_BLOCK, (codes, ones_of("float32", m, k // 128)), {}
     for scaling in ("none", "tensor", "mxfp8"):
-        both = ("row", "col") if scaling != "none" else ()
+        both = BOTH if scaling != "none" else ()
         one = (scale,) if scaling == "tensor" else ()
         variant = Variant(scaling, both, h=scaling == "none")
         yield ACT_FWD.ops[variant], (x[:, None], *one), GELU
         own = (dy, x[:, None], *one)
         yield ACT_BWD.ops[Variant(scaling, both, h=not both, dbias=True)], own, GELU
-        norms = (x, ones, ones, *one)
-        yield NORM_FWD["layernorm"].ops[variant], norms, NORM_OPTIONS
-    own = (dy, x, ones, rows, rows)
-    yield NORM_BWD["layernorm"].ops[Variant()], own, NORM_OPTIONS
+        if both:
+            summed = Variant(scaling, both, h=False, dbias=True)
+            yield QUANTIZE_DBIAS.ops[summed], (x, *one), {}
+        for kind, parameters in (("layernorm", (ones, ones)), ("rmsnorm", (ones,))):
+            norms = (x, *parameters, *one)
+            yield NORM_FWD[kind].ops[variant], norms, NORM_OPTIONS
+    for kind, kept in (("layernorm", (rows, rows)), ("rmsnorm", (rows,))):
+        yield NORM_BWD[kind].ops[Variant()], (dy, x, ones, *kept), NORM_OPTIONS
     yield gemm_op("nt", "none", False), (x, x[: min(m, 4096)]), {}
 
 
@@ -68,7 +82,7 @@ def ratio(op: KernelOp, arrays: tuple, own: dict) -> float:
     """GPU time of the reference to that of the handler."""
     given = {"row_format": "e4m3", "col_format": "e4m3", "format": "e4m3", "k_ndim": 1}
     given |= {"out_dtype": arrays[0].dtype.name, "power_of_2": True, "epsilon": 0.0}
-    if op is dequantize.DEQUANTIZE:
+    if op.name.startswith("dequantize"):
         given["out_dtype"] = "bfloat16"
     given |= {
         "split_accumulator": False,
