@@ -15,11 +15,19 @@ from test_layer_norm_dense_general import (
 from test_layer_norm_mlp import (
     test_both_passes_against_float64 as test_layer_norm_mlp,
 )
+from test_transformer_layer import (
+    test_it_trains_under_every_recipe as test_transformer_layer,
+)
 
 import te_flax as te
 
 pytestmark = GPU
-__all__ = ["test_dense", "test_layer_norm_dense", "test_layer_norm_mlp"]
+__all__ = [
+    "test_dense",
+    "test_layer_norm_dense",
+    "test_layer_norm_mlp",
+    "test_transformer_layer",
+]
 
 
 @pytest.fixture(autouse=True)

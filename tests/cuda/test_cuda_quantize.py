@@ -22,6 +22,7 @@ from _gpu import (
 from te_flax.ops import amax as amax_ops
 from te_flax.ops import quantize as ops
 from te_flax.ops._choice import kernels
+from te_flax.ops.mxfp8 import QUANTIZE_MXFP8_ROWCOL
 from te_flax.testing import oracle
 from te_flax.testing.patterns import amax_edges, patterns
 
@@ -201,3 +202,27 @@ def test_vmap_jit_and_grad_free_use_on_the_gpu():
     for i in range(3):
         expected = oracle.quantize(x[i], scales[i], **attrs)
         agree(tuple(r[i] for r in results), expected)
+
+
+@pytest.mark.parametrize("start", [0, 3, 160, 1000])
+def test_slices_at_any_offset(start):
+    """XLA may pass a slice as an address inside its operand."""
+    x = np.random.default_rng(0).standard_normal((130, 256)).astype(BF16)
+    buffer = np.concatenate([np.ones(start, BF16), x.ravel(), np.ones(9, BF16)])
+    scale = (np.float32(60),)
+    for op, more in (
+        (amax_ops.AMAX, ()),
+        (ops.QUANTIZE_ROW, scale),
+        (ops.QUANTIZE_ROWCOL, scale),
+        (QUANTIZE_MXFP8_ROWCOL, ()),
+    ):
+        attrs = formats_of(op, row_format="e4m3", col_format="e4m3")
+        attrs |= {"k_ndim": 1} if "k_ndim" in op.attrs else {}
+        call = lambda x, op=op, more=more, attrs=attrs: op(x, *more, **attrs)
+
+        def sliced(buffer, call=call):
+            part = jax.lax.slice(buffer, (start,), (start + x.size,))
+            return call(part.reshape(x.shape))
+
+        with kernels("*=native"):
+            agree(jax.jit(sliced)(buffer), jax.jit(call)(x))
