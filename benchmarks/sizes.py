@@ -56,10 +56,12 @@ def cases(m: int, k: int, dtype: Any) -> Iterator[tuple[KernelOp, tuple, dict]]:
     yield mxfp6.QUANTIZE_MXFP6_ROWCOL, (x,), six
     codes = x.astype(jnp.float8_e4m3fn)
     yield dequantize.DEQUANTIZE, (codes, scale), {}
-    ones_of = lambda dtype, m, k: jnp.ones((m, k), dtype)
-    yield dequantize.DEQUANTIZE_MXFP8_ROW, (codes, ones_of("uint8", m, k // 32)), {}
-    yield dequantize.DEQUANTIZE_MXFP8_COL, (codes, ones_of("uint8", m // 32, k)), {}
-    yield dequantize.DEQUANTIZE_BLOCK, (codes, ones_of("float32", m, k // 128)), {}
+    for op, shape, kind in (
+        (dequantize.DEQUANTIZE_MXFP8_ROW, (m, k // 32), jnp.uint8),
+        (dequantize.DEQUANTIZE_MXFP8_COL, (m // 32, k), jnp.uint8),
+        (dequantize.DEQUANTIZE_BLOCK, (m, k // 128), jnp.float32),
+    ):
+        yield op, (codes, jnp.ones(shape, kind)), {}
     for scaling in ("none", "tensor", "mxfp8"):
         both = BOTH if scaling != "none" else ()
         one = (scale,) if scaling == "tensor" else ()

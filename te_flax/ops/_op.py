@@ -244,12 +244,8 @@ class KernelOp:
     def check(self, avals, attrs: Attrs) -> None:
         """Raises TypeError or ValueError when the operands do not fit the signature."""
         for array, aval in zip(self.dims.ins, avals, strict=True):
-            allowed = [np.dtype(t).name for t in self.dtypes.get(array.name, ())]
-            if allowed and aval.dtype.name not in allowed:
-                rule = f"be {' or '.join(allowed)}"
-                raise TypeError(
-                    message(self.name, array.name, rule, aval.dtype, "cast it first")
-                )
+            if array.name in self.dtypes:
+                check_dtype(self.name, array.name, aval, self.dtypes[array.name])
         self.dims.check([a.shape for a in avals], dict(attrs))
 
     def concrete(self, wanted: Iterable[str], layout: Layout) -> tuple[str, ...]:
@@ -311,6 +307,14 @@ class KernelOp:
                 )
             )
         return types
+
+
+def check_dtype(where: str, name: str, value: Any, allowed: Iterable[Any]) -> None:
+    """Raises TypeError for an array, or its type, of no allowed dtype."""
+    names = [np.dtype(t).name for t in allowed]
+    if value.dtype.name not in names:
+        rule = f"be {' or '.join(names)}"
+        raise TypeError(message(where, name, rule, value.dtype, "cast it first"))
 
 
 def check_arrays(where: str, **operands: Any) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 
 from te_flax.errors import message
 from te_flax.ops import _bits
-from te_flax.ops._op import Case, KernelOp, check_arrays
+from te_flax.ops._op import Case, KernelOp, check_arrays, check_dtype
 from te_flax.typing import FLOATS, Array
 
 MAX = {"e2m3": 7.5, "e3m2": 28.0}
@@ -32,10 +32,7 @@ def check_format(where: str, argument: str, format: str) -> None:
 def _check(where: str, argument: str, array: Any, dtypes: tuple, ndim: int = 0) -> None:
     """Refuses what is no array of these dtypes with at least so many dims."""
     check_arrays(where, **{argument: array})
-    names = [np.dtype(t).name for t in dtypes]
-    if array.dtype.name not in names:
-        rule, remedy = f"be {' or '.join(names)}", "cast it first"
-        raise TypeError(message(where, argument, rule, array.dtype, remedy))
+    check_dtype(where, argument, array, dtypes)
     if array.ndim < ndim:
         rule, remedy = f"have rank {ndim} or more", "reshape it"
         got = f"shape {array.shape}"

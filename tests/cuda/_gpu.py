@@ -64,6 +64,20 @@ def agree(got: tuple, expected: tuple) -> None:
         same_bits(a, b)
 
 
+def of_slice(call, x: np.ndarray, start: int):
+    """What a call gives of x inside a longer buffer, from ``start`` elements on.
+
+    XLA may pass such a slice as an address inside its operand.
+    """
+    buffer = np.concatenate([np.ones(start, x.dtype), x.ravel(), np.ones(9, x.dtype)])
+
+    def sliced(buffer):
+        part = jax.lax.dynamic_slice(buffer, (start,), (x.size,))
+        return call(part.reshape(x.shape))
+
+    return jax.jit(sliced)(buffer)
+
+
 def formats_of(op: KernelOp, **formats: str) -> dict[str, str]:
     """The formats that this variant takes."""
     return {k: v for k, v in formats.items() if k in op.attrs}

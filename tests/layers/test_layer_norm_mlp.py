@@ -162,7 +162,7 @@ def operands(layer, dtype, recipe):
     return found
 
 
-def gradients(balls, dtype, recipe):
+def gradients(balls, dtype):
     """Gradients of what was cast to dtype were rounded to it on their way back."""
     cast = ("wi_bias", "wo_bias")
     return balls | {n: cast_back(balls[n], dtype) for n in cast if n in balls}
@@ -184,7 +184,7 @@ def test_both_passes_against_float64(recipe, norm, names, bias, shape, layout, d
         dtype=dtype,
     )
     balls, exact, rough = (
-        gradients(run(rules=r), dtype, recipe)
+        gradients(run(rules=r), dtype)
         for r in (rule, rules(layer, None), noisy(rule, louder(names)))
     )
     got = {"y": y, "dx": dx} | wide(grads, **NAMES)
