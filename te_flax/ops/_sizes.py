@@ -20,9 +20,12 @@ class SizeClass(NamedTuple):
         return f"fewer than {self.below} elements of {self.dtype}"
 
 
+BLOCKS = ("dequantize_mxfp8_row", "dequantize_mxfp8_col", "dequantize_block")
 SMALL = {
-    "bfloat16": ("act_fwd", "act_bwd_dbias"),
-    "float32": ("act_fwd", "act_bwd_dbias", "act_bwd_rowcol_dbias"),
+    "bfloat16": ("act_fwd",),
+    "float32": ("act_fwd",),
+    "float8_e4m3fn": BLOCKS,
+    "float8_e5m2": BLOCKS,
 }
 REFERENCE = tuple(
     SizeClass("cuda", op, dtype, below=64 * 1024 + 1)

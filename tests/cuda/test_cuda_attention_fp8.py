@@ -7,9 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from _attention import held_to_format, mha, step
 from _cudnn import Sizes, arrays
+from _dense import data
 from _fp8 import both, state
 from _gpu import GPU
+from flax import nnx
 
 import te_flax as te
 
@@ -149,3 +152,48 @@ def test_default():
         return te.dot_product_attention(q, k, v, fp8=(te.AttentionConfig(), state()))
 
     assert "te_cudnn_attention_fp8_fwd" in str(jax.make_jaxpr(call)(q, k, v))
+
+
+def trained(mask_type, implementation, *, fp8_attention=True):
+    """A layer after three steps, with its result and the input's gradient."""
+    layer = mha(
+        *(2, 256),
+        dtype=BF16,
+        attn_mask_type=mask_type,
+        implementation=implementation,
+        recipe=te.DelayedScaling(amax_history_len=4, fp8_attention=fp8_attention),
+    )
+    x, dy = (data((2, 128, 256), seed, BF16) for seed in (0, 1))
+    for _ in range(3):
+        y, (dx,), _ = step(layer, (x,), dy)
+    return layer, [np.asarray(a, np.float32) for a in (y, dx)]
+
+
+@pytest.mark.parametrize("mask_type", ["no_mask", "causal"])
+def test_through_a_layer(mask_type):
+    """Its histories and results are the emulation's, within what FP8 rounds."""
+    layer, got = trained(mask_type, None)
+    emulated, want = trained(mask_type, "reference")
+    _, plain = trained(mask_type, None, fp8_attention=False)
+    held_to_format("delayed_scaling", zip(got, want, strict=True))
+    held_to_format("delayed_scaling", zip(got, plain, strict=True))
+
+    parts = nnx.split(layer)
+
+    def gradients(x):
+        loss = lambda layer, x: layer(x).astype(jnp.float32).sum()
+        return te.grad(loss, argnums=(0, 1))(nnx.merge(*parts, copy=True), x)[1]
+
+    program = str(jax.make_jaxpr(gradients)(data((2, 128, 256), 0, BF16)))
+    for direction in ("fwd", "bwd"):
+        assert f"te_cudnn_attention_fp8_{direction}" in program
+    states = [m.core_attention.fp8 for m in (layer, emulated)]
+    rows = zip(NAMES, *(np.concatenate([s.forward, s.dy]) for s in states), strict=True)
+    for name, a, b in rows:
+        assert ((a > 0) == [True, True, True, False]).all(), name
+        if name in ("q", "k", "v", "do"):  # made by the same products before attention
+            np.testing.assert_array_equal(a, b, err_msg=name)
+        elif name == "s":  # of the exponentials, or of the probabilities
+            assert ((b * (1 - 0.02) <= a) & (a <= 1)).all()
+        else:  # as above
+            assert (np.abs(a - b) <= 0.125 * b).all(), name

@@ -4,8 +4,11 @@ import os
 import subprocess
 import sys
 
+import jax
 import pytest
 from _gpu import GPU
+
+from te_flax.ops import _extension
 
 pytestmark = GPU
 CODE = """
@@ -21,13 +24,24 @@ with kernels("gemm=native"):
     f = jax.jit(f)
     assert (np.asarray(f(a, b)) == 256).all() and (np.asarray(f(a, b)) == 256).all()
 """
+DOT = """
+import jax, jax.numpy as jnp
+a = jnp.ones((512, 512), jnp.bfloat16)
+jax.jit(jnp.dot)(a, a).block_until_ready()
+"""
+LIBRARIES = """
+import pathlib
+lines = pathlib.Path("/proc/self/maps").read_text().splitlines()
+found = {line.split()[-1] for line in lines if "libcublasLt.so" in line}
+assert len(found) == 1, found
+"""
 
 
-def run(folder, m=256, **env):
+def run(folder, m=256, code=CODE, **env):
     clean = {k: v for k, v in os.environ.items() if not k.startswith("TE_FLAX_")}
     clean |= {"JAX_PLATFORMS": "cuda", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     done = subprocess.run(
-        [sys.executable, "-c", CODE.format(m=m)],
+        [sys.executable, "-c", code.replace("{m}", str(m))],
         env=clean | {"TE_FLAX_CACHE": str(folder), **env},
         capture_output=True,
         text=True,
@@ -70,12 +84,28 @@ def test_no_timing(tmp_path):
     assert not (tmp_path / "cublaslt.txt").exists()
 
 
+def test_the_key_names_the_gpu_and_the_library(tmp_path):
+    run(tmp_path)
+    gpu, version, _ = entries(tmp_path)[0].split("/", 2)
+    assert gpu == jax.devices("cuda")[0].device_kind.replace(" ", "_")
+    assert int(version) == _extension.cublaslt()[0]
+
+
+@pytest.mark.parametrize("code", [CODE + DOT, DOT + CODE], ids=["ours", "jax"])
+def test_one_copy_of_the_library_is_loaded(tmp_path, code):
+    """Whichever product comes first, jax's or ours."""
+    flags = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_enable_triton_gemm=false"
+    run(tmp_path, code=code + LIBRARIES, XLA_FLAGS=flags)
+
+
 @pytest.mark.slow
 def test_processes_at_once_leave_a_sound_file(tmp_path):
     clean = {**os.environ, "TE_FLAX_CACHE": str(tmp_path)}
     clean |= {"JAX_PLATFORMS": "cuda", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     jobs = [
-        subprocess.Popen([sys.executable, "-c", CODE.format(m=64 * i)], env=clean)
+        subprocess.Popen(
+            [sys.executable, "-c", CODE.replace("{m}", str(64 * i))], env=clean
+        )
         for i in range(1, 5)
     ]
     assert [job.wait() for job in jobs] == [0] * 4
