@@ -305,6 +305,10 @@ def state_cotangent(config: DenseConfig, made: Produced, types: tuple) -> GemmSt
         mail = cotangent_like(mail, mail_type)
     if record_type is not None:
         dy, copy = cast(Array, made.h), made.quantized.rowwise
+        if copy is not None and copy.holds_values:  # codes show what was lost
+            how = {"k_ndim": copy.k_ndim, "rowwise": True, "colwise": False}
+            quantizer = _gather.codes_alone(config.dy)
+            copy = quantizer(dy, impl=config.impl, **how).rowwise
         record = encode_statistics(dy, copy, config.amax_axes, config.impl)
         record = cotangent_like(record, record_type)
     return GemmState(none, mail, none, none, record)

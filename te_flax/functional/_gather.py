@@ -50,7 +50,7 @@ def x_quantizer(config: DenseConfig, x: Array, k_ndim: int) -> Quantizer:
     """What quantizes x: to codes where the product reads tokens of other devices."""
     asked, want = x_route(config)
     less = _gathered(x.ndim - k_ndim, jax.typeof(x), asked, want)
-    return config.x if less == NOWHERE else _codes_alone(config.x)
+    return config.x if less == NOWHERE else codes_alone(config.x)
 
 
 def dy_route(config: DenseConfig, x_type: Any, dy: Array, n_ndim: int) -> Route | None:
@@ -84,7 +84,7 @@ def dy_quantizer(
     """What quantizes dy, and whether it makes the colwise copy before that travels."""
     if dy_route(config, x_type, dy, n_ndim) is None:
         return config.dy, True
-    return _codes_alone(config.dy), not isinstance(config.dy, _ONE_SET_OF_CODES)
+    return codes_alone(config.dy), not isinstance(config.dy, _ONE_SET_OF_CODES)
 
 
 def dy_copies(
@@ -125,7 +125,7 @@ def _gathered(tokens: int, have: Any, asked: Placement, want: Placement) -> Plac
     )
 
 
-def _codes_alone(quantizer: Any) -> Quantizer:
+def codes_alone(quantizer: Any) -> Quantizer:
     """The quantizer of what travels: no values in place of codes."""
     if getattr(quantizer, "values", ()):
         return dataclasses.replace(quantizer, values=())

@@ -143,6 +143,7 @@ def make_relative_embedding(given: dict[str, Any]) -> Any:
         128,
         given["num_attention_heads"],
         embedding_init=init,
+        dtype=given["dtype"],  # of the queries: cuDNN adds no other bias
         param_dtype=given["param_dtype"],
         rngs=given["rngs"],
     )

@@ -172,7 +172,11 @@ def _fp8(given, arrays, results):
     if forward:
         s_inv, s_scale, o_scale = rest
         stats = jax.nn.logsumexp(scores, axis=-1)
-        s, amax_s = _round(jnp.exp(scores - stats[..., None]), s_scale, dtype)
+        p = jnp.exp(scores - stats[..., None])
+        amax_s = jnp.max(p)
+        # The kernel rounds exponentials, of which the largest of a row is 1.
+        top = jnp.exp(scores.max(-1) - stats) * float(jnp.finfo(dtype).max) * s_inv
+        s = (jnp.minimum(p, top[..., None]) * s_scale).astype(dtype)
         o = jnp.einsum("bnts,bsnh->btnh", s.astype(jnp.float32) * s_inv, v)
         o, amax_o = _round(o, o_scale, dtype)
         made = [o, amax_s, amax_o, stats]

@@ -13,9 +13,11 @@ from te_flax.ops.history import decode
 from te_flax.quantize.mailbox import MAILBOX_SIZE
 from te_flax.quantize.statistics import RECORD_SIZE, decode_statistics
 
+AMAXES = (6.0, 6.0, 6.0, 1.0, 6.0)
+
 
 def state(
-    amaxes=(6.0, 6.0, 6.0, 1.0, 6.0),
+    amaxes=AMAXES,
     backward=(6.0, 8.0, 8.0, 32.0, 32.0),
     *,
     record=False,
@@ -30,7 +32,7 @@ def state(
     return te.AttentionState(pairs[0], pairs[1], mailbox, letters)
 
 
-def both(q, k, v, do, *, fast=True, record=False, **options):
+def both(q, k, v, do, *, fast=True, record=False, amaxes=AMAXES, **options):
     """(o and gradients, amaxes of both passes, with `record` their statistics)."""
     attend = functools.partial(te.dot_product_attention, **options)
     config = te.AttentionConfig(report=True)
@@ -42,7 +44,7 @@ def both(q, k, v, do, *, fast=True, record=False, **options):
             return o, measured
 
         vjp: Any = jax.vjp
-        held = state(record=record)
+        held = state(amaxes, record=record)
         o, pull, measured = vjp(call, q, k, v, held, has_aux=True)
         dq, dk, dv, back = pull(do)
         letters = [decode(back.mailbox)]

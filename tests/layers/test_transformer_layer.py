@@ -170,6 +170,14 @@ def test_several_layers_share_a_relative_embedding():
     assert count == 2 * own - 1
 
 
+def test_relative_biases_have_the_dtype_of_the_scores():
+    """Attention kernels add no others."""
+    for dtype, expected in ((None, jnp.float32), (jnp.bfloat16, jnp.bfloat16)):
+        layer = block(**QUIET, dtype=dtype)
+        assert layer.relative_embedding(3, 3).dtype == expected
+        assert layer.relative_embedding.embedding.dtype == jnp.float32
+
+
 def test_dropout_follows_the_mode_and_the_branches():
     layer = block(hidden_dropout=0.5, hidden_dropout_dims=(1,), attention_dropout=0.2)
     first, second = forward(layer, X), forward(layer, X)

@@ -67,7 +67,7 @@ def _attend_fwd(static: Static, arrays: Arrays, state: AttentionState):
     codes = [quantize(static, state, n, a) for n, a in zip("qkv", arrays, strict=True)]
     q, k, v = (by_token(layout, c.data) for c in codes)
     q = grouped(q, k.shape[2])
-    scale, inverse = _factors(FORWARD, state.forward)
+    scale, inverse = _forward_factors(q.dtype, state)
     o, stats, *found = ops.forward()(
         *(q, k, v),
         *(inverse[n] for n in ("q", "k", "v", "s")),
@@ -90,7 +90,7 @@ def _attend_bwd(static: Static, res: tuple, cotangents: tuple):
     layout, factor = static.options.layout, static.options.scale
     codes = quantize(static, state, "do", cotangents[0])
     do = grouped(by_token(layout, codes.data), k.shape[2])
-    scale, inverse = _factors(FORWARD, state.forward)
+    scale, inverse = _forward_factors(q.dtype, state)
     back, undo = _factors(BACKWARD, state.backward)
     # The kernel's dp is times the scale of q . k, the one of the state is not.
     dq, dk, dv, *found = ops.backward()(
@@ -129,6 +129,19 @@ def _attrs(static: Static) -> dict[str, Any]:
 def _factors(names: tuple[str, ...], known: Any) -> list[dict[str, Array]]:
     """The scales and their inverses by name."""
     return [dict(zip(names, a, strict=True)) for a in known]
+
+
+def _forward_factors(dtype: Any, state: AttentionState) -> list[dict[str, Array]]:
+    """The same; what the kernel rounds for s is up to 1, whatever amax it measures.
+
+    It rounds exponentials before they are divided by their sum, and shows the largest
+    quotient.
+    """
+    scale, inverse = _factors(FORWARD, state.forward)
+    largest = float(jnp.finfo(dtype).max)
+    scale["s"] = jnp.minimum(scale["s"], jnp.float32(largest))
+    inverse["s"] = jnp.maximum(inverse["s"], jnp.float32(1 / largest))
+    return [scale, inverse]
 
 
 def _widened(codes: Array, scale_inv: Array, dtype: Any) -> Array:
