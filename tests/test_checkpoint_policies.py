@@ -87,8 +87,8 @@ def test_saved_products_are_not_computed_twice(policy, products):
     assert sum(n for name, n in found.items() if name.startswith("te_gemm")) == products
 
 
-EXACT = [None, *RECIPES, te.Float8BlockScaling(), te.NVFP4BlockScaling()]
-EXACT += [te.MXFP6BlockScaling()]
+EXACT = [None, *RECIPES, te.Float8BlockScaling(), te.MXFP6BlockScaling()]
+EXACT += [pytest.param(te.NVFP4BlockScaling(), marks=pytest.mark.slow)]  # large
 
 
 @pytest.mark.parametrize("recipe", EXACT, ids=lambda r: type(r).__name__)

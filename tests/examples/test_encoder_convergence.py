@@ -25,7 +25,7 @@ RECIPES = (
     "nvfp4",
 )
 SEEDS = (0, 1, 2)
-SHORT = "--epochs 2 --hidden 64"
+SHORT = "--hidden 64"
 # What a mesh may be held to, and in how many epochs. FP8 codes turn a last bit into a
 # rounding of FP8: five runs on one device under delayed scaling whose first parameters
 # differ by 1e-7 spread by 0.1, 1.7, 3.5 and 4.7 % in the train loss of the four epochs
@@ -59,19 +59,20 @@ def accuracy(*run):
     return 100 * train(*run)[0][-1]["test_accuracy"]
 
 
-# Of float32 under test_a_short_run_learns, whose second training costs a minute.
-FLOAT32_SHORT = 80.55
+# Of float32 under the next test; the slow one after it trains that.
+FLOAT32_SHORT = 85.13
 
 
-def test_a_short_run_learns():
-    """Half the epochs and half the width of the slow tests, one seed."""
-    reached = accuracy("delayed_scaling", 0, SHORT)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_small_model_learns(recipe):
+    """Half the width of the slow tests, one seed."""
+    reached = accuracy(recipe, 0, SHORT)
     assert reached >= 75  # 23 % are of the largest class
     assert abs(reached - FLOAT32_SHORT) <= 2.0
 
 
 @pytest.mark.slow
-def test_the_short_run_in_float32():
+def test_the_small_model_in_float32():
     assert abs(accuracy("none", 0, SHORT) - FLOAT32_SHORT) <= 0.5
 
 

@@ -14,6 +14,7 @@ from te_flax.functional import _core
 from te_flax.functional.config import DenseConfig, GemmState
 from te_flax.functional.dense import _dense_fwd, _Static
 from te_flax.ops.products import mxfp8_products
+from te_flax.recipe.record import start_recording
 from te_flax.testing.patterns import same_bits
 
 M, K, N = 72, 96, 64
@@ -208,3 +209,20 @@ def test_vmap_gives_each_example_its_own_blocks():
     mapped = jax.vmap(jax.grad(loss))(x)
     for i in range(3):
         same_bits(mapped[i], np.asarray(jax.grad(loss)(x[i])))
+
+
+def test_records_show_what_codes_lose():
+    """Of x, kernel and dy, though products read values."""
+    dy = jnp.exp(8 * jax.random.normal(jax.random.key(1), (M, N)))
+
+    def recorded(how):
+        layer = LAYERS["dense"](recipe=RECIPE)
+        start_recording(layer.fp8)
+        loss = lambda layer: jnp.sum(layer(data(jnp.float32)) * dy)
+        with mxfp8_products(how):
+            te.grad(loss)(layer)
+        return np.asarray(layer.fp8.record[...])
+
+    got = recorded("values")
+    np.testing.assert_array_equal(got, recorded("codes"))
+    assert got[2, 3] > 0  # of dy something is flushed

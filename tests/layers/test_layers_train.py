@@ -132,11 +132,11 @@ def test_float32_learns():
 
 
 @pytest.mark.parametrize(
-    "name",  # the MNIST example trains under the slow one
+    "name",  # the examples train under the slow ones
     [
         "delayed_scaling",
         pytest.param("current_scaling", marks=pytest.mark.slow),
-        "mxfp8",
+        pytest.param("mxfp8", marks=pytest.mark.slow),
         "float8_block_scaling",
     ],
 )

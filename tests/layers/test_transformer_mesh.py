@@ -190,21 +190,27 @@ def check_collectives_of_dp_and_tp(axis_type, devices=8):
             assert others == 0, found
 
 
-@pytest.mark.parametrize("axis_type", [AxisType.Explicit])
+@pytest.mark.parametrize(
+    "axis_type",
+    [AxisType.Explicit, pytest.param(AxisType.Auto, marks=pytest.mark.slow)],
+)
 def test_fsdp_gathers_codes(axis_type):
     check_fsdp_gathers_codes(axis_type)
 
 
 def check_fsdp_gathers_codes(axis_type, devices=8):
-    """Each kernel once for each of its two copies; XLA's CPU sends FP8 as f16."""
+    """Each kernel once for each of its two copies; XLA's CPU sends FP8 as f16.
+
+    On Auto axes nothing asks for gradients in pieces, so their sums are whole.
+    """
     program = on_mesh("fsdp", axis_type, "delayed_scaling", devices)[2]
     found = collectives(program, devices)
     gathers = {shape: n for (kind, shape), n in found.items() if kind == "all-gather"}
     assert sum(gathers.values()) == 8, gathers
     assert all(re.match("f8e4m3fn|f16", shape) for shape in gathers)
     scattered = sum(n for (kind, _), n in found.items() if kind == "reduce-scatter")
-    assert scattered == 4, found
-    assert {kind for kind, _ in found} == {"all-gather", "all-reduce", "reduce-scatter"}
+    assert scattered == (4 if axis_type == AxisType.Explicit else 0), found
+    assert {kind for kind, _ in found} <= {"all-gather", "all-reduce", "reduce-scatter"}
 
 
 # Gathered under sequence parallelism: x of two products and dy of two others. Per

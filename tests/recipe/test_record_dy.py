@@ -15,7 +15,6 @@ from jax.sharding import PartitionSpec as P
 
 import te_flax as te
 from te_flax.functional.config import GemmState
-from te_flax.ops.products import mxfp8_products
 from te_flax.quantize.statistics import (
     RECORD_SIZE,
     decode_statistics,
@@ -104,15 +103,6 @@ def test_one_use(name, mode):
     assert want[2] + want[3] > 0  # something is lost
     assert want[4] == 3
     np.testing.assert_array_equal(layer.fp8.record_mailbox[...], 0)
-
-
-def test_products_that_read_values():
-    """What is lost shows in the codes, which are made for it."""
-    recipe, dy = RECIPES["mxfp8"], values(64, WIDTH)
-    with mxfp8_products("values"), te.autocast(recipe):
-        layer = recorded()
-        step(layer, dy)
-    assert found(layer) == expected(recipe, dy)
 
 
 def test_delayed_scaling_saturates_when_dy_grows():
