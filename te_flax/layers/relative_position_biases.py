@@ -114,14 +114,15 @@ class RelativePositionBiases(nnx.Module):
             ValueError: a length is < 1, or positions have another shape.
         """
         lengths = _arguments.sizes(_WHERE, q_seqlen=q_seqlen, k_seqlen=k_seqlen)
-        embedding = self.embedding[...].astype(self.dtype)
+        embedding = self.embedding[...]  # cast last: its gradient adds up many terms
         table = bucket_table(self.num_buckets, self.max_distance, bool(bidirectional))
         if q_positions is None and k_positions is None:
-            return _diagonals(embedding, table, *lengths)
+            return _diagonals(embedding, table, *lengths).astype(self.dtype)
         q = _positions("q_positions", q_positions, lengths[0])
         k = _positions("k_positions", k_positions, lengths[1])
         buckets = _lookup(table, k[:, None, :] - q[:, :, None])
-        return jnp.moveaxis(jnp.take(embedding, buckets, axis=1), 0, 1)
+        biases = jnp.moveaxis(jnp.take(embedding, buckets, axis=1), 0, 1)
+        return biases.astype(self.dtype)
 
 
 def bucket_table(buckets: int, furthest: int, bidirectional: bool) -> np.ndarray:

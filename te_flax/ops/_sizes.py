@@ -5,14 +5,12 @@
 
 from typing import NamedTuple
 
-from te_flax.ops import _choice
-
 
 class SizeClass(NamedTuple):
     """Calls that ``auto`` leaves to the reference."""
 
     platform: str
-    glob: str  # of ops, as in te.kernels
+    op: str
     dtype: str  # of the largest operand
     below: int  # elements of it
 
@@ -20,12 +18,12 @@ class SizeClass(NamedTuple):
         return f"fewer than {self.below} elements of {self.dtype}"
 
 
-BLOCKS = ("dequantize_mxfp8_row", "dequantize_mxfp8_col", "dequantize_block")
+WIDENED = ("dequantize_mxfp8_row", "dequantize_mxfp8_col", "dequantize_block")
 SMALL = {
     "bfloat16": ("act_fwd",),
     "float32": ("act_fwd",),
-    "float8_e4m3fn": BLOCKS,
-    "float8_e5m2": BLOCKS,
+    "float8_e4m3fn": WIDENED,
+    "float8_e5m2": WIDENED,
 }
 REFERENCE = tuple(
     SizeClass("cuda", op, dtype, below=64 * 1024 + 1)
@@ -36,9 +34,7 @@ REFERENCE = tuple(
 
 def of(op: str, platform: str) -> list[SizeClass]:
     """Returns the classes of an op that the reference serves on a platform."""
-    return [
-        c for c in REFERENCE if c.platform == platform and _choice.matches(op, c.glob)
-    ]
+    return [c for c in REFERENCE if (c.platform, c.op) == (platform, op)]
 
 
 def why(op: str, platform: str, avals) -> str | None:

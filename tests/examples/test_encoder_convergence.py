@@ -25,7 +25,7 @@ RECIPES = (
     "nvfp4",
 )
 SEEDS = (0, 1, 2)
-SHORT = "--hidden 64"
+SMALL = "--hidden 64"
 # What a mesh may be held to, and in how many epochs. FP8 codes turn a last bit into a
 # rounding of FP8: five runs on one device under delayed scaling whose first parameters
 # differ by 1e-7 spread by 0.1, 1.7, 3.5 and 4.7 % in the train loss of the four epochs
@@ -59,21 +59,21 @@ def accuracy(*run):
     return 100 * train(*run)[0][-1]["test_accuracy"]
 
 
-# Of float32 under the next test; the slow one after it trains that.
-FLOAT32_SHORT = 85.13
+# Float32's accuracy in the next test; test_the_small_model_in_float32 trains it.
+FLOAT32_SMALL = 85.13
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_small_model_learns(recipe):
     """Half the width of the slow tests, one seed."""
-    reached = accuracy(recipe, 0, SHORT)
+    reached = accuracy(recipe, 0, SMALL)
     assert reached >= 75  # 23 % are of the largest class
-    assert abs(reached - FLOAT32_SHORT) <= 2.0
+    assert abs(reached - FLOAT32_SMALL) <= 2.0
 
 
 @pytest.mark.slow
 def test_the_small_model_in_float32():
-    assert abs(accuracy("none", 0, SHORT) - FLOAT32_SHORT) <= 0.5
+    assert abs(accuracy("none", 0, SMALL) - FLOAT32_SMALL) <= 0.5
 
 
 @pytest.mark.slow

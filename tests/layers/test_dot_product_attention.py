@@ -148,3 +148,14 @@ def test_relative_position_biases_are_those_of_t5(t, s, bidirectional):
     grads = nnx.grad(lambda m: jnp.sum(m(t, s, bidirectional)))(layer)
     count = np.bincount(buckets.ravel(), minlength=32)
     np.testing.assert_array_equal(grads["embedding"][...], np.tile(count, (N, 1)))
+
+
+def test_relative_biases_add_up_their_gradient_in_float32():
+    """A sum of ones in bfloat16 ends at 256."""
+    t = 600
+    layer = te.RelativePositionBiases(32, 128, 1, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    count = np.bincount(_plain.buckets(t, t, True).ravel(), minlength=32)
+    for given in ({}, {"q_positions": jnp.arange(t)}):
+        biases = lambda m, given=given: m(t, t, **given).astype(jnp.float32)
+        grads = jax.jit(nnx.grad(lambda m, f=biases: jnp.sum(f(m))))(layer)
+        np.testing.assert_array_equal(grads["embedding"][...][0], count)

@@ -170,8 +170,8 @@ def test_several_layers_share_a_relative_embedding():
     assert count == 2 * own - 1
 
 
-def test_relative_biases_have_the_dtype_of_the_scores():
-    """Attention kernels add no others."""
+def test_relative_biases_have_the_dtype_of_the_queries():
+    """cuDNN adds no others."""
     for dtype, expected in ((None, jnp.float32), (jnp.bfloat16, jnp.bfloat16)):
         layer = block(**QUIET, dtype=dtype)
         assert layer.relative_embedding(3, 3).dtype == expected

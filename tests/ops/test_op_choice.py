@@ -154,6 +154,24 @@ def test_a_measured_default_counts_for_auto_alone(slower):
             assert {r.runs for r in rows() if r.op == "amax"} == {"native"}
 
 
+def test_the_measured_size_classes():
+    """Each is of one op, not of its family, and of a dtype that this op takes."""
+    for c in _sizes.REFERENCE:
+        first = next(iter(_choice.REGISTRY[c.op].dtypes.values()))
+        assert c.dtype in [jnp.dtype(t).name for t in first]
+
+    def why(op, rows, dtype, platform="cuda"):
+        avals = (jax.ShapeDtypeStruct((), jnp.float32),)
+        avals += (jax.ShapeDtypeStruct((rows, 1024), dtype),)
+        return _sizes.why(op, platform, avals)
+
+    assert why("act_fwd", 64, jnp.bfloat16)
+    assert why("dequantize_mxfp8_row", 64, jnp.float8_e4m3fn)
+    assert not why("act_fwd", 65, jnp.bfloat16)
+    assert not why("act_fwd_rowcol", 64, jnp.bfloat16)
+    assert not why("act_fwd", 64, jnp.bfloat16, "cpu")
+
+
 def test_a_measured_size_class_counts_for_auto_alone(monkeypatch):
     if not NATIVE:
         pytest.skip("needs the compiled extension")

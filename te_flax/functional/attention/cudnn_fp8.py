@@ -38,8 +38,8 @@ def attend(
 ) -> tuple[Array, Array, tuple[Array, ...]]:
     """As :func:`te_flax.functional.attention.fp8.attend`, all scales in ``state``.
 
-    The kernel may divide by the sum of the exponentials after the product with v: s is
-    then rounded before it, and its amax is up to 1.
+    The kernel may divide by the sum of the exponentials after the product with v: these
+    are then rounded, up to 1, while the amax of s is that of the quotients.
 
     Args:
         config: quantizers.
@@ -132,10 +132,10 @@ def _factors(names: tuple[str, ...], known: Any) -> list[dict[str, Array]]:
 
 
 def _forward_factors(dtype: Any, state: AttentionState) -> list[dict[str, Array]]:
-    """The same; what the kernel rounds for s is up to 1, whatever amax it measures.
+    """The same, the scale of s limited so that a 1 does not saturate.
 
-    It rounds exponentials before they are divided by their sum, and shows the largest
-    quotient.
+    The forward pass rounds exponentials, up to 1, whatever amax of s it has shown. The
+    backward pass takes the same scale.
     """
     scale, inverse = _factors(FORWARD, state.forward)
     largest = float(jnp.finfo(dtype).max)
