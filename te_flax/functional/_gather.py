@@ -126,7 +126,7 @@ def _gathered(tokens: int, have: Any, asked: Placement, want: Placement) -> Plac
 
 
 def codes_alone(quantizer: Any) -> Quantizer:
-    """The quantizer of what travels: no values in place of codes."""
+    """The same quantizer, without values in place of codes."""
     if getattr(quantizer, "values", ()):
         return dataclasses.replace(quantizer, values=())
     return quantizer

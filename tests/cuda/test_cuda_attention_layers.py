@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from _attention import decoded, forward, mha, step
+from _attention import decoded, forward, mha, program, step
 from _dense import data
 from _gpu import GPU
 from flax import nnx
@@ -65,17 +65,6 @@ def both(make, inputs, dy):
     """y, the inputs' gradients and the parameters' by cuDNN, and by the reference."""
     with jax.default_matmul_precision("highest"):
         return [step(make(how), inputs, dy) for how in (None, "reference")]
-
-
-def program(layer, *inputs):
-    """Both passes, as text."""
-    parts = nnx.split(layer)
-
-    def gradients(*inputs):
-        loss = lambda layer, *inputs: layer(*inputs).astype(jnp.float32).sum()
-        return te.grad(loss, argnums=(0, 1))(nnx.merge(*parts, copy=True), *inputs)
-
-    return str(jax.make_jaxpr(gradients)(*inputs))
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -47,6 +47,17 @@ def forward(layer, *inputs, static=None, **arrays):
     return run.lower(layer, inputs, arrays).compile(FAST)(layer, inputs, arrays)
 
 
+def program(layer, *inputs):
+    """The jaxpr of both passes, as text."""
+    parts = nnx.split(layer)
+
+    def gradients(*inputs):
+        loss = lambda layer, *inputs: layer(*inputs).astype(jnp.float32).sum()
+        return te.grad(loss, argnums=(0, 1))(nnx.merge(*parts, copy=True), *inputs)
+
+    return str(jax.make_jaxpr(gradients)(*inputs))
+
+
 def params(layer, seed=None):
     """The parameters as float64 numpy; with a seed they become other ones first."""
     state = nnx.state(layer, nnx.Param)
